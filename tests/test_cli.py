@@ -1,0 +1,76 @@
+"The `fastai-xla` command in processes of its own, and the main job that its demo runs."
+import re
+from importlib.metadata import version
+
+import pytest
+from fresh import packages_without, run, run_ok
+
+script = '''import sys
+from importlib.metadata import entry_points
+sys.exit(next(iter(entry_points(group='console_scripts', name='fastai-xla'))).load()())'''
+
+def cli(*args, **env): return run('-c', script, *args, **env)
+
+def test_doctor_without_fault():
+    res = cli('doctor')
+    assert res.returncode == 0, res.stdout + res.stderr
+    rows = [re.split('  +', o) for o in res.stdout.splitlines()]
+    assert rows[0] == ['check', 'seen', 'remedy'] and ['torch_xla', version('torch_xla'), 'ok'] in rows and ['device', 'CPU, 1 core', 'ok'] in rows
+    assert res.stderr == ''
+
+@pytest.mark.parametrize('env,line', [
+    (dict(TPU_PROCESS_ADDRESSES='local'), "TPU_PROCESS_ADDRESSES  local +FAULT  os.environ.pop"),
+    (dict(PJRT_DEVICE='BOGUS'), "device +BOGUS, 0 cores +FAULT  unset PJRT_DEVICE"),
+    (dict(PJRT_DEVICE='TPU', TPU_LIBRARY_PATH=None), "device +TPU, 0 cores +FAULT  unset PJRT_DEVICE")])
+def test_doctor_with_a_fault(env, line):
+    res = cli('doctor', **env)
+    assert res.returncode == 1 and re.search(line, res.stdout), res.stdout + res.stderr
+
+def test_doctor_without_torch_xla(tmp_path):
+    res = run('-S', '-c', script, 'doctor', PYTHONPATH=packages_without(tmp_path, 'torch_xla', '_xlac', 'libtpu'))
+    assert res.returncode == 1 and re.search(r"torch_xla +missing +FAULT  torch_xla is not installed: pip install 'fastai_xla\[tpu\]'", res.stdout)
+
+def test_help_and_wrong_commands():
+    assert all(o in cli('--help').stdout for o in ('doctor', 'demo'))
+    demo = cli('demo', '--help')
+    assert demo.returncode == 0 and all(o in demo.stdout for o in ('--epochs', '--out'))
+    wrong = cli('docter')
+    assert wrong.returncode == 2 and "invalid choice: 'docter'" in wrong.stderr
+    assert cli('doctor', '--nonsense').returncode == 2
+
+@pytest.fixture(scope='module')
+def demo(tmp_path_factory):
+    out = tmp_path_factory.mktemp('demo')
+    return out, cli('demo', '--out', out, timeout=900, OMP_NUM_THREADS=None)
+
+def test_demo_trains(demo):
+    "The main job: a table row an epoch, and 97% of the held-out fifth"
+    _,res = demo
+    assert res.returncode == 0, res.stdout + res.stderr
+    table = re.findall(r'^(\d) +([\d.]+) +([\d.]+) +([\d.]+) +\d\d:\d\d', res.stdout.replace('\r', '\n'), re.M)
+    assert [int(o[0]) for o in table] == list(range(6)) and re.search('epoch +train_loss +valid_loss +accuracy +time', res.stdout)
+    acc,n,dev = re.search(r'Done: ([\d.]+)% of (\d+) held-out digits right, 6 epochs in \d+ s on (\S+)', res.stdout).groups()
+    assert float(acc) >= 97 and int(n) == 1797//5 and dev == 'xla:0'
+    assert abs(float(table[-1][3]) - float(acc)/100) < 1e-4
+
+def test_demo_leaves_files(demo):
+    from PIL import Image
+    out,_ = demo
+    for f in ('curves.png', 'predictions.png'): assert min(Image.open(out/f).size) > 400
+    assert len(list((out/'digits').glob('*/*.png'))) == 1797 and (out/'models'/'digits.pth').stat().st_size > 1e6
+
+def test_demo_model_loads_without_xla(demo, tmp_path):
+    "The demo compares the predictions itself; here the export also loads where neither torch_xla nor fastai_xla is installed"
+    out,res = demo
+    assert re.search(r'gives 359 of 359 predictions the same, probabilities within \de-0[5-9]', res.stdout), res.stdout
+    packages_without(tmp_path, 'torch_xla', '_xlac', 'libtpu', 'fastai_xla', '__editable__')
+    seen = run_ok(f'''
+        from fastai.vision.all import *
+        import importlib.util
+        learn = load_learner({str(out/'digits.pkl')!r})
+        images = get_image_files({str(out/'digits')!r})[:64]
+        with learn.no_bar(): probs,_ = learn.get_preds(dl=learn.dls.test_dl(images))
+        right = sum(learn.dls.vocab[p]==f.parent.name for p,f in zip(probs.argmax(1), images))
+        print(right>=62, [importlib.util.find_spec(o) for o in ('torch_xla','fastai_xla')], next(learn.model.parameters()).device)''',
+        '-S', cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    assert seen == 'True [None, None] cpu'

@@ -1,0 +1,61 @@
+"A steady training epoch compiles nothing, reads the device in no batch and falls back nowhere, with recorder, progress bar and metrics on"
+import os
+os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0') # compiles three times as fast; read when the runtime starts
+import gc, math
+import pytest, torch
+from fastai.basics import Callback
+from fastai.callback.progress import ProgressCallback
+from count_models import COUNTED, BatchCounts
+
+END_READS = 2 # one transfer for what is waiting when the epoch starts or ends, one for the value to be shown
+
+def counted(name, **kwargs):
+    "Two epochs of `name`; the callback that counted them"
+    learn = COUNTED[name]().to_tpu(batch_tfms='auto', **kwargs)
+    assert learn._grab_cbs(ProgressCallback) and learn.recorder and len(learn.metrics)==2
+    cb = BatchCounts()
+    learn.fit(2, 1e-3, cbs=cb)
+    assert cb.n_batches>=4 and len(learn.recorder.losses)==2*cb.n_batches and len(learn.recorder.values)==2
+    return cb
+
+@pytest.mark.parametrize('name', COUNTED)
+def test_steady_epoch(name):
+    "With no fetch due while it lasts"
+    cb = counted(name, fetch_every=1e9)
+    c,e = cb.batches[1],cb.epochs[1]
+    assert (c.compiles,c.reads,c.fallbacks)==(0,0,{})
+    assert (e.compiles,e.fallbacks)==(0,{})
+    assert e.reads<=END_READS
+    assert c.executions==cb.n_batches
+
+def test_reads_are_at_most_one_a_second():
+    "With the usual interval between fetches"
+    cb = counted('tabular')
+    assert cb.epochs[1].reads<=math.ceil(cb.seconds[1])+END_READS
+
+class Uncollected(Callback):
+    "The device tensors that a training batch leaves to the garbage collector, in `found`"
+    order = 9 # after the loader's transforms, before the batch is used
+    def before_fit(self): self.found,self.seen = [],0
+    def before_batch(self):
+        self.seen += 1
+        if self.seen==3:
+            gc.collect()
+            gc.disable()
+            gc.set_debug(gc.DEBUG_SAVEALL)
+        if self.seen==4: self.stop()
+    def stop(self):
+        gc.collect()
+        gc.set_debug(0)
+        gc.enable()
+        self.found = [tuple(o.shape) for o in gc.garbage if isinstance(o, torch.Tensor) and o.device.type=='xla']
+        gc.garbage.clear()
+
+@pytest.mark.parametrize('name', COUNTED)
+def test_no_device_tensor_waits_for_the_garbage_collector(name):
+    "A tensor in a reference cycle is an output of the graph until it is collected, at a random time: memory lost, and a new graph to compile"
+    cb = Uncollected()
+    learn = COUNTED[name]().to_tpu(fetch_every=1e9)
+    with learn.no_bar(),learn.no_logging(): learn.fit(1, 1e-3, cbs=cb)
+    assert cb.seen>4
+    assert cb.found==[]

@@ -1,0 +1,145 @@
+"Each error says what is wrong, what was seen and what to do, and comes before training; the Learner is as it was."
+import pytest
+from synth import *
+
+def says(e, *words):
+    "Assert that the message of `e` has all `words`"
+    for w in words: assert w in str(e.value), f'{w!r} is not in: {e.value}'
+
+# ---- data
+
+@pytest.mark.parametrize('n', [0, 3], ids=['empty', 'fewer_than_a_batch'])
+def test_no_training_data(n):
+    learn = Learner(DataLoaders(TfmdDL(vectors(n), bs=8, shuffle=n>0, drop_last=True, num_workers=0), TfmdDL(vectors(8), bs=8, num_workers=0)), mlp(), loss_func=CrossEntropyLossFlat()).to_tpu()
+    before = [p.detach().cpu().clone() for p in learn.model.parameters()]
+    with nothing_left(), pytest.raises(ValueError) as e: learn.fit(1)
+    says(e, 'no batches', f'{n} samples', 'bs=8', 'drop_last=True', '`drop_last=False`')
+    for a,b in zip(before, learn.model.parameters()): assert torch.equal(a, b.detach().cpu())
+    learn.dls = dls_of(vectors(48), vectors(20))
+    learn.fit(1)
+    on_device(learn)
+    assert len(learn.recorder.losses)==6
+
+@pytest.mark.parametrize('sample', ['some text', object()], ids=['str', 'object'])
+def test_a_batch_without_tensors(sample):
+    dl = TfmdDL([sample]*16, bs=8, num_workers=0, create_batch=list)
+    dl._n_inp,dl._types = 1,[type(sample)]
+    learn = Learner(DataLoaders(dl, dl), mlp(), loss_func=CrossEntropyLossFlat()).to_tpu()
+    with nothing_left(), pytest.raises(TypeError) as e: learn.fit(1)
+    says(e, 'list without a tensor', str(sample)[:20], 'return tensors or arrays from the dataset')
+    on_device(learn)
+    learn.dls = dls_of(vectors(48), vectors(20))
+    learn.fit(1)
+    assert len(learn.recorder.losses)==6
+
+def test_a_batch_that_is_no_container():
+    dl = TfmdDL(list(range(16)), bs=8, num_workers=0, create_batch=str)
+    dl._n_inp,dl._types = 1,[str]
+    learn = Learner(DataLoaders(dl, dl), mlp(), loss_func=CrossEntropyLossFlat()).to_tpu()
+    with pytest.raises(TypeError) as e: learn.fit(1)
+    says(e, 'str without a tensor', 'return tensors or arrays from the dataset')
+
+@pytest.mark.parametrize('mode', ['gpu', None, 'Auto'])
+def test_unknown_place_for_batch_transforms(mode):
+    learn = twin()
+    for attach in (learn.to_tpu, lambda batch_tfms: learn.tpu_ctx(batch_tfms).__enter__()):
+        with pytest.raises(ValueError) as e: attach(batch_tfms=mode)
+        says(e, 'batch_tfms', "'auto'", "'host'", "'device'", repr(mode))
+        on_host(learn)
+    attached = twin(tpu=True)
+    with pytest.raises(ValueError): attached.to_tpu(batch_tfms=mode)
+    on_device(attached)
+    attached.fit(1)
+
+# ---- model and optimizer
+
+def test_model_replaced_while_attached():
+    learn = twin(tpu=True)
+    learn.fit(1)
+    learn.model = mlp()
+    before = [p.detach().cpu().clone() for p in learn.model.parameters()]
+    with pytest.raises(AssertionError) as e: learn.fit(1)
+    says(e, 'optimizer', "not the model's", '`learn.create_opt()`')
+    for a,b in zip(before, learn.model.parameters()): assert torch.equal(a, b.detach().cpu())
+    learn.create_opt()
+    learn.fit(1, 1e-2)
+    on_device(learn)
+    assert not any(torch.equal(a, b.detach().cpu()) for a,b in zip(before, learn.model.parameters()))
+
+def test_model_replaced_before_the_optimizer_exists():
+    plain,tpu = twin(),twin(tpu=True)
+    for learn in (plain,tpu):
+        set_seed(3)
+        learn.model = mlp()
+        learn.fit(1, 1e-2)
+    on_device(tpu)
+    same(plain, tpu)
+
+def test_optimizer_that_points_elsewhere():
+    learn = twin(tpu=True)
+    learn.fit(1)
+    learn.opt = Adam(list(mlp().parameters()), lr=1e-3)
+    with pytest.raises(AssertionError) as e: learn.fit(1)
+    says(e, 'optimizer', "not the model's", '5 parameters', '`learn.create_opt()`')
+    learn.opt = None
+    learn.fit(1)
+    on_device(learn)
+
+def test_optimizer_of_ones_own_is_followed():
+    "An optimizer over the model's own parameters may replace the Learner's"
+    def f(learn):
+        learn.fit(1, 1e-2)
+        learn.opt = RMSProp(two_groups(learn.model), lr=1e-3)
+        learn.fit(1, 1e-2)
+    plain,tpu,*_ = both(f)
+    on_device(tpu)
+    same(plain, tpu)
+
+def test_a_layer_replaced_while_attached():
+    learn = twin(tpu=True)
+    learn.fit(1)
+    learn.model[3] = nn.Linear(16, 3)
+    with pytest.raises(AssertionError) as e: learn.fit(1)
+    says(e, 'optimizer', '2 parameters', '`learn.create_opt()`')
+
+class Stays(nn.Linear):
+    "A module that does not move"
+    def _apply(self, fn, recurse=True): return self
+
+def test_a_model_that_does_not_move():
+    learn = Learner(mlp_learner().dls, Stays(8, 3), loss_func=CrossEntropyLossFlat())
+    with pytest.raises(AssertionError) as e: learn.to_tpu()
+    says(e, 'did not move', 'cpu', '`_apply`')
+    on_host(learn)
+    learn.fit(1)                                           # a plain Learner still
+
+def test_a_part_that_does_not_move():
+    learn = Learner(mlp_learner().dls, nn.Sequential(nn.Linear(8, 4), Stays(4, 3)), loss_func=CrossEntropyLossFlat())
+    with pytest.raises(AssertionError) as e: learn.to_tpu()
+    says(e, 'did not move', '2 of its 4')
+    assert devices(list(learn.model.parameters()))=={'cpu'}
+    assert not hasattr(learn, 'tpu_trainer')
+
+class MovedAway(Callback):
+    "A callback that takes the model off the device in mid-fit"
+    def before_epoch(self):
+        if self.epoch==1: self.model.cpu()
+
+def test_a_model_that_leaves_in_mid_fit():
+    learn = twin(tpu=True)
+    with nothing_left(), pytest.raises(AssertionError) as e: learn.fit(3, 1e-2, cbs=MovedAway())
+    says(e, 'optimizer', "not the model's", '`learn.create_opt()`')
+    learn.create_opt()
+    learn.fit(1)
+    on_device(learn)
+
+def test_default_device_that_forbids_accelerators():
+    learn = twin(tpu=True)
+    old = defaults.use_cuda
+    try:
+        default_device(use=False)
+        with pytest.raises(AssertionError) as e: learn.fit(1)
+        says(e, 'default_device(False)', '`default_device(-1)`', '`learn.detach_tpu()`')
+    finally: defaults.use_cuda = old
+    learn.fit(1)
+    on_device(learn)

@@ -1,0 +1,339 @@
+"Batches arrive on the device as fastai made them, exact to the last sample, and nothing outlives a fit. Tolerance: 1e-4 relative, 1e-5 absolute, unless said."
+import traceback
+from contextlib import nullcontext
+import pytest
+from torch.utils.data import DataLoader as TorchDL, IterableDataset
+from fastai.callback.data import PartialDL, WeightedDL
+from fastai.callback.training import ShortEpochCallback
+from fastai_xla.monitor import xla_counts
+from synth import *
+
+def sent(dl, **kwargs): return XLADL(dl, DEVICE, **kwargs)
+
+# ---- what arrives
+
+def test_batches_are_on_the_device_with_their_types():
+    dl = twin(image_dls).valid
+    for b in sent(dl):
+        assert type(b) is tuple and [type(o) for o in b]==[TensorImage,TensorCategory] and devices(b)=={'xla'}
+
+def test_batches_equal_the_loaders():
+    want,got = [list(f(twin(image_dls).train)) for f in (noop,sent)]
+    assert len(got)==4
+    close(want, got, rtol=0, atol=1e-6)
+
+class Point(TensorBase): pass
+
+def samples():
+    "Nested containers, dicts, every common dtype, a subclass with metadata, and text beside the tensors"
+    def one(i): return ((torch.full((2,), float(i)), [torch.tensor(i), torch.tensor(i, dtype=torch.int32)]),
+        dict(a=torch.full((3,), i%2==0), b=torch.full((1,), i, dtype=torch.uint8), h=torch.full((2,), i, dtype=torch.float16)), Point(torch.ones(2)*i, size=(4,5)), f'name{i}', i)
+    return [one(i) for i in range(8)]
+
+def test_structure_dtypes_and_metadata_are_kept():
+    def structure(o):
+        if isinstance(o, Tensor): return type(o),o.dtype,tuple(o.shape),dict(o.__dict__)
+        if isinstance(o, Mapping): return {k: structure(v) for k,v in o.items()}
+        return [type(o), *map(structure, o)] if is_listy(o) else o
+    dl = TorchDL(samples(), batch_size=4)
+    want,got = list(dl),list(sent(dl))
+    assert structure(got)==structure(want) and devices(got)=={'xla'}
+    close(want, got, rtol=0, atol=0)
+
+def test_metadata_of_a_subclass():
+    class WithSize(Transform):
+        order = 99
+        def encodes(self, x:TensorImage):
+            x.img_size = (8,8)
+            return x
+    dl = twin(image_dls, tfms=[WithSize()]).valid
+    for x,_ in sent(dl, batch_tfms='host'): assert type(x) is TensorImage and x.img_size==(8,8)
+
+def test_a_loader_asks_the_one_it_wraps():
+    dl = twin(image_dls).train
+    x = sent(dl)
+    assert len(x)==len(dl)==4 and x.dataset is dl.dataset and x.vocab==dl.vocab and x.n_inp==1 and x.n==24 and x.bs==6
+    assert len(list(x))==4 and len(list(x))==4
+    assert devices(x.one_batch())=={'xla'}
+
+def test_items_are_read_in_the_background():
+    class Where:
+        def __init__(self, items): self.items,self.threads = items,set()
+        def __len__(self): return len(self.items)
+        def __getitem__(self, i):
+            self.threads.add(threading.current_thread())
+            return self.items[i]
+    def f(learn):
+        learn.dls.n_inp                                    # looks at one sample
+        learn.dls.train_ds.threads.clear()
+        learn.fit(1)
+        return learn.dls.train_ds.threads
+    _,_,want,got = both(f, lambda: Learner(dls_of(Where(vectors(48)), Where(vectors(20))), mlp(), loss_func=CrossEntropyLossFlat()))
+    assert want=={threading.main_thread()} and len(got)==1 and threading.main_thread() not in got
+
+def test_reading_goes_on_while_the_step_runs():
+    "Ten batches of 50 ms of reading and 50 ms of work take less than their sum"
+    def slow(b):
+        time.sleep(.05)
+        return b
+    dl = TfmdDL(vectors(80), bs=8, num_workers=0, before_batch=slow)
+    dl.one_batch()
+    start = time.monotonic()
+    for b in sent(dl): time.sleep(.05)
+    assert time.monotonic()-start < .85
+
+# ---- exact to the last sample
+
+@pytest.mark.parametrize('n', [1, 7, 8, 9, 20])
+def test_validation_of_any_size_is_exact(n):
+    def f(learn):
+        learn.fit(1, 1e-2)
+        return learn.validate(), learn.get_preds(with_loss=True, with_input=True)
+    plain,tpu,want,got = both(f, n_val=n, metrics=[accuracy, F1Score(average='macro'), Perplexity()])
+    close(want, got)
+    assert len(got[1][1])==n
+    same(plain, tpu)
+
+class Shapes(Callback):
+    "Shapes that the model saw, and those that callbacks and metrics see"
+    order = 95
+    def before_fit(self): self.model_saw,self.seen,self.hook = set(),[],self.model[0].register_forward_pre_hook(lambda m,i: self.model_saw.add(tuple(i[0].shape)))
+    def after_batch(self): self.seen.append((len(self.xb[0]), len(self.yb[0]), len(self.pred)))
+    def after_fit(self): self.hook.remove()
+
+def test_the_model_sees_one_shape_and_callbacks_the_real_samples():
+    learn = twin(tpu=True)
+    learn.validate(cbs=(cb := Shapes()))
+    assert cb.model_saw=={(8,8)} and cb.seen==[(8,8,8), (8,8,8), (4,4,4)]
+
+def test_an_odd_training_batch_is_exact():
+    def mk():
+        learn = mlp_learner(n_trn=44)
+        learn.dls.train = learn.dls.train.new(drop_last=False)
+        return learn
+    plain,tpu,*_ = both(lambda l: l.fit(2, 1e-2), mk)
+    assert len(tpu.recorder.losses)==12
+    same(plain, tpu)
+
+def test_dict_inputs():
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a,self.b = nn.Linear(4, 3),nn.Linear(4, 3)
+        def forward(self, d): return self.a(d['a'])+self.b(d['b'])
+    def ds(n, seed): return [(dict(a=x[:4], b=x[4:]), y) for x,y in vectors(n, seed=seed)]
+    plain,tpu,want,got = both(lambda l: (l.fit(2, 1e-2), l.get_preds(with_loss=True)), lambda: Learner(dls_of(ds(48,0), ds(20,1)), Sum(), loss_func=CrossEntropyLossFlat()))
+    same(plain, tpu)
+    close(want[1], got[1])
+    assert got[1][0].shape==(20,3)
+
+def test_two_inputs_and_two_targets():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a,self.b = nn.Linear(4, 3),nn.Linear(4, 3)
+        def forward(self, x1, x2): return self.a(x1),self.b(x2)
+    def ds(n, seed): return [(x[:4], x[4:], y, x[:3]) for x,y in vectors(n, seed=seed)]
+    def loss(pred, y1, y2): return F.cross_entropy(pred[0], y1) + F.mse_loss(pred[1], y2)
+    def mk():
+        dls = dls_of(ds(48,0), ds(20,1))
+        dls.n_inp = 2
+        return Learner(dls, Two(), loss_func=loss)
+    plain,tpu,want,got = both(lambda l: (l.fit(2, 1e-2), l.get_preds(act=noop, with_input=True)), mk)
+    same(plain, tpu)
+    close(want[1], got[1])
+
+def test_text_beside_the_tensors():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = mlp()
+        def forward(self, x, names):
+            assert len(names)==len(x) and names[0].startswith('n')
+            return self.body(x)
+    def ds(n, seed): return [(x, f'n{y}', y) for x,y in vectors(n, seed=seed)]
+    plain,tpu,*_ = both(lambda l: l.fit(1, 1e-2), lambda: Learner(dls_of(ds(48,0), ds(16,1)), Named(), loss_func=CrossEntropyLossFlat()))
+    same(plain, tpu)
+
+def test_few_compiles():
+    learn = twin(n_trn=64, n_val=21)
+    learn.to_tpu().fit(1)
+    start = xla_counts()
+    learn.fit(2)
+    learn.validate()
+    d = xla_counts()-start
+    assert d.compiles==0 and not d.fallbacks
+    start = xla_counts()
+    learn.validate(dl=learn.dls.valid.new(vectors(13, seed=9)))          # other sizes of the last batch
+    assert (xla_counts()-start).compiles <= 3
+
+# ---- kinds of loaders
+
+class Stream(IterableDataset):
+    n_inp = 1                                              # or plain fastai would take a sample away to find out
+    def __init__(self, items): self.items = items
+    def __iter__(self): return iter(self.items)
+
+LOADERS = dict(
+    workers  = lambda: dls_of(vectors(48), vectors(20, seed=1), num_workers=2),
+    partial  = lambda: DataLoaders(PartialDL(vectors(80), bs=8, partial_n=32, num_workers=0), TfmdDL(vectors(20, seed=1), bs=8, num_workers=0)),
+    weighted = lambda: DataLoaders(WeightedDL(vectors(48), bs=8, wgts=np.arange(48.)+1, shuffle=True, num_workers=0), TfmdDL(vectors(20, seed=1), bs=8, num_workers=0)),
+    stream   = lambda: DataLoaders(TfmdDL(Stream(vectors(48)), bs=8, n=48, num_workers=0), TfmdDL(Stream(vectors(20, seed=1)), bs=8, n=20, num_workers=0)),
+    torch    = lambda: DataLoaders(TorchDL(vectors(48), batch_size=8, shuffle=True), TorchDL(vectors(20, seed=1), batch_size=8)),
+    torch_workers = lambda: DataLoaders(TorchDL(vectors(48), batch_size=8), TorchDL(vectors(20, seed=1), batch_size=8, num_workers=2)),
+    no_valid = lambda: DataLoaders(TfmdDL(vectors(48), bs=8, num_workers=0), TfmdDL([], bs=8, num_workers=0)),
+    device   = lambda: DataLoaders(TfmdDL(vectors(48), bs=8, num_workers=0), TfmdDL(vectors(20, seed=1), bs=8, num_workers=0), device='cpu'))
+
+@pytest.mark.parametrize('mk', LOADERS.values(), ids=LOADERS)
+def test_kinds_of_loaders(mk):
+    with nothing_left():
+        plain,tpu,want,got = both(lambda l: (l.fit(2, 1e-2), l.fit(1, 1e-2), l.validate()), lambda: Learner(mk(), mlp(), loss_func=CrossEntropyLossFlat(), metrics=accuracy))
+    on_device(tpu)
+    same(plain, tpu)
+    close(want, got)
+
+def test_preds_of_a_torch_loader_and_of_a_list():
+    learn = twin()
+    learn.fit(1)
+    batches = list(learn.dls.valid)
+    torch_dl = TorchDL(vectors(20, seed=1), batch_size=8)
+    def f(): return [learn.get_preds(dl=batches, with_loss=True), learn.get_preds(dl=torch_dl, with_loss=True), learn.get_preds(dl=[batches[0][:1]])]
+    want = f()
+    learn.to_tpu()
+    got = f()
+    close(want, got)
+    assert len(got[0][0])==20 and devices(batches)=={'cpu'}
+    close(learn.validate(dl=batches), learn.validate())
+
+# ---- batch transforms
+
+def tfms(): return [Normalize.from_stats(*imagenet_stats)]
+def random_tfms(): return [*aug_transforms(size=8, min_scale=.8, max_lighting=.3), Normalize.from_stats(*imagenet_stats)]
+
+@pytest.mark.parametrize('mode', ['host', 'device', 'auto'])
+def test_deterministic_transforms(mode):
+    def f(learn):
+        learn.fit(2, 1e-2)
+        return learn.validate(), learn.get_preds(with_input=True)
+    plain,tpu,want,got = both(f, image_learner, batch_tfms=mode, tfms=tfms())
+    close(want, got)
+    same(plain, tpu)
+    assert [row[1] for row in tpu.tfm_placement.rows]==['host' if mode=='host' else 'device']*2
+
+def test_random_transforms_on_the_host_are_those_of_plain_fastai():
+    def f(learn):
+        learn.fit(2, 1e-2)
+        return learn.get_preds(ds_idx=0, with_input=True)
+    plain,tpu,want,got = both(f, image_learner, batch_tfms='host', tfms=random_tfms())
+    close(want, got)
+    same(plain, tpu)
+
+def test_random_runs_can_be_repeated():
+    "Draws of the background thread and of the main thread (MixUp here) do not race"
+    def losses():
+        learn = twin(image_learner, tpu=True, batch_tfms='host', tfms=[Flip(), Brightness(p=.9)], n_trn=48)
+        learn.fit(2, 1e-2, cbs=MixUp())
+        return [float(o) for o in learn.recorder.losses]
+    first = losses()
+    for _ in range(2): assert losses()==pytest.approx(first, rel=1e-4)
+
+def test_random_transforms_by_auto():
+    "What is known to be clean runs on the device if nothing after it must run on the host; the table says why"
+    learn = twin(image_learner, tpu=True, tfms=random_tfms())
+    learn.fit(2, 1e-2)
+    assert np.isfinite(learn.recorder.values[-1][0])
+    table = learn.tfm_placement
+    place = {name: where for name,where,_ in table.rows}
+    assert place['Flip']=='host' and place['Normalize']=='device' and set(place.values())=={'host','device'}
+    assert list(place)==[type(t).__name__ for t in learn.dls.train.after_batch.fs]
+    out = repr(table).splitlines()
+    assert out[0].split()==['transform','place','reason'] and len(out)==1+len(table.rows)
+    assert all(why for *_,why in table.rows)
+
+def test_lighting_on_the_device():
+    learn = twin(image_learner, tpu=True, tfms=[Brightness(p=1.), Contrast(p=1.)])
+    assert {where for _,where,_ in learn.tfm_placement.rows}=={'device'}
+    start = [o.clone() for o in tensors(learn.dls.valid.one_batch())]
+    learn.fit(2, 1e-2)
+    assert np.isfinite(learn.recorder.values[-1][0])
+    close(start, list(learn.dls.valid.one_batch()) and tensors(learn.dls.valid.one_batch()))
+
+def test_transforms_stay_on_the_host_in_the_dataloaders():
+    learn = twin(image_learner, tpu=True, batch_tfms='device', tfms=tfms())
+    learn.fit(1)
+    norm = [t for t in learn.dls.train.after_batch.fs if isinstance(t, Normalize)][0]
+    assert devices([norm.mean,norm.std])=={'cpu'} and devices(learn.dls.one_batch())=={'cpu'}
+    learn.dls.show_batch(max_n=2)
+    plt.close('all')
+
+# ---- what goes wrong
+
+class Broken:
+    "A dataset that breaks at sample `at`"
+    def __init__(self, items, at): self.items,self.at = items,at
+    def __len__(self): return len(self.items)
+    def __getitem__(self, i):
+        if i==self.at: raise LookupError(f'sample {i} is broken')
+        return self.items[i]
+
+@pytest.mark.parametrize('num_workers', [0, 2])
+@pytest.mark.parametrize('where', ['train', 'valid', 'preds'])
+def test_an_exception_of_the_dataset_reaches_the_user(num_workers, where):
+    trn,val = (Broken(vectors(48), 30 if where=='train' else -1),Broken(vectors(20, seed=1), -1 if where=='train' else 15))
+    def f(learn):
+        run = (lambda: learn.get_preds()) if where=='preds' else (lambda: learn.fit(2))
+        with nothing_left() if hasattr(learn, 'tpu_trainer') else nullcontext():
+            with pytest.raises(LookupError, match='sample (30|15) is broken') as e: run()
+            text = ''.join(traceback.format_exception(e.type, e.value, e.tb))
+            assert "__getitem__" in text and 'raise LookupError' in text
+        return sorted(e.value.args)[0].splitlines()[0]
+    plain,tpu,want,got = both(f, lambda: Learner(dls_of(trn, val, num_workers=num_workers), mlp(), loss_func=CrossEntropyLossFlat()))
+    assert got.split('worker')[0]==want.split('worker')[0]
+    on_device(tpu)
+    tpu.dls = dls_of(vectors(48), vectors(20))
+    tpu.fit(1)
+    on_device(tpu)
+
+@pytest.mark.parametrize('num_workers', [0, 2])
+def test_nothing_outlives_a_loop(num_workers):
+    dl = dls_of(vectors(80), vectors(20), num_workers=num_workers).train
+    dl.n_inp
+    with nothing_left(): assert len(list(sent(dl)))==10
+    with nothing_left():
+        for b in sent(dl): break
+    with nothing_left():
+        it = iter(sent(dl))
+        next(it)
+        it.close()
+    with nothing_left():
+        it = iter(sent(dl))
+        next(it)
+        del it
+    with nothing_left(), pytest.raises(ZeroDivisionError) as e:
+        for b in (x := sent(dl)): 1/0
+    iter(sent(dl))                                         # never advanced
+
+ENDS = dict(fit=dict(), short=dict(cbs=ShortEpochCallback(.3)), cancel=dict(cbs=Stop(CancelFitException())), cancel_valid=dict(cbs=Stop(CancelValidException(), at=0, train=False)))
+
+@pytest.mark.parametrize('num_workers', [0, 2])
+@pytest.mark.parametrize('kwargs', ENDS.values(), ids=ENDS)
+def test_nothing_outlives_a_fit(num_workers, kwargs):
+    learn = twin(tpu=True, num_workers=num_workers)
+    with nothing_left():
+        learn.fit(2, **kwargs)
+        assert not [t for t in threading.enumerate() if t.name=='XLADL']
+    with nothing_left(): learn.get_preds()
+
+@pytest.mark.parametrize('num_workers', [0, 2])
+@pytest.mark.parametrize('exc', [ValueError('stop'), KeyboardInterrupt()], ids=['error', 'ctrl_c'])
+@pytest.mark.parametrize('train', [True, False], ids=['train', 'valid'])
+def test_nothing_outlives_a_fit_that_broke(num_workers, exc, train):
+    learn = twin(tpu=True, num_workers=num_workers)
+    with nothing_left():
+        with pytest.raises(type(exc)) as e: learn.fit(2, cbs=Stop(exc, at=1, train=train))
+    learn.fit(1)
+    assert len(learn.recorder.values)==1
+
+def test_lr_find_leaves_nothing():
+    learn = twin(tpu=True, num_workers=2)
+    with nothing_left(): learn.lr_find(num_it=10, show_plot=False, stop_div=False)

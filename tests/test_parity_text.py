@@ -1,0 +1,21 @@
+"A text classifier trains on XLA as it does on the CPU"
+import os
+os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0') # compiles three times as fast; read when the runtime starts
+import pytest
+from parity_models import LRS, MODELS, OPTS, TOLS, assert_same, leaves, moved, outcome
+from fastai_xla.all import xla_device
+
+@pytest.fixture(autouse=True, scope='module')
+def started(): xla_device()
+
+@pytest.mark.parametrize('opt', OPTS)
+@pytest.mark.parametrize('model', ['text'])
+def test_parity(model, opt):
+    f,of,lr = MODELS[model],OPTS[opt],LRS[opt]
+    ref = outcome(f(of), lr)
+    learn = f(of).to_tpu()
+    start = leaves(learn.model.state_dict())
+    got = outcome(learn, lr)
+    assert {p.device.type for p in learn.model.parameters()} == {'xla'}
+    assert moved(start, got['weights'])>100*TOLS[model]['weights']
+    assert_same(got, ref, TOLS[model])

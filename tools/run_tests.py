@@ -1,0 +1,64 @@
+"Run each tests/test_*.py by pytest in a process of its own, a few at a time: XLA:CPU keeps every graph it compiles in its process."
+import argparse, os, signal, subprocess, sys, tempfile, time, xml.etree.ElementTree as ET
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+root = Path(__file__).parent.parent
+kinds = 'passed', 'failed', 'error', 'skipped'
+
+def counts(report):
+    "Number of tests of each kind in a junit `report`; a process that died before writing it is one error"
+    if not report.exists(): return dict.fromkeys(kinds, 0) | {'error': 1}
+    s = ET.parse(report).getroot().find('testsuite')
+    n, failed, errors, skipped = (int(s.get(o)) for o in ('tests', 'failures', 'errors', 'skipped'))
+    return dict(passed=n-failed-errors-skipped, failed=failed, error=errors, skipped=skipped)
+
+def run(file, out, timeout):
+    "Run `file` alone, print its closing line, or everything it said if it failed, and return its counts"
+    report, log, start = out/f'{file.stem}.xml', out/f'{file.stem}.log', time.time()
+    with log.open('w') as f:
+        cmd = [sys.executable, '-m', 'pytest', '-q', '--durations=3', f'--junitxml={report}', str(file)]
+        p = subprocess.Popen(cmd, cwd=root, stdout=f, stderr=subprocess.STDOUT, start_new_session=True)
+        running.add(p)
+        try: code = p.wait(timeout)
+        except subprocess.TimeoutExpired: code = f'no end after {timeout} s'
+        finally: end(p)
+    n, text = counts(report), log.read_text(errors='replace')
+    if code and not n['failed']+n['error']: n['error'] = 1
+    what = ', '.join(f'{v} {k}' for k,v in n.items() if v)
+    print(f'{file.name:28} {what} in {time.time()-start:.0f}s' + (f' (exit: {code})\n{text}' if code else ''), flush=True)
+    return n
+
+running = set()
+def end(p):
+    "Kill what `p` has left behind"
+    try: os.killpg(p.pid, signal.SIGKILL)
+    except ProcessLookupError: pass
+    p.wait()
+    running.discard(p)
+
+def main():
+    ap = argparse.ArgumentParser(description=__doc__)
+    ap.add_argument('files', nargs='*', type=Path, help='test files (default: all of tests/)')
+    ap.add_argument('--jobs', type=int, default=2, help='how many at a time')
+    ap.add_argument('--timeout', type=int, default=1200, help='seconds for one file')
+    a = ap.parse_args()
+    files = [o.resolve() for o in a.files] or list((root/'tests').glob('test_*.py'))
+    files.sort(key=lambda o: (o.stem!='test_notebooks', -o.stat().st_size))
+    os.environ.setdefault('PJRT_DEVICE', 'CPU')
+    os.environ.setdefault('OMP_NUM_THREADS', '1')
+    start = time.time()
+    print(f'{len(files)} test files, {a.jobs} at a time', flush=True)
+    with tempfile.TemporaryDirectory() as out, ThreadPoolExecutor(a.jobs) as pool:
+        try: res = list(pool.map(lambda o: run(o, Path(out), a.timeout), files))
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for p in list(running): end(p)
+            sys.exit('interrupted')
+    total = {k: sum(o[k] for o in res) for k in kinds}
+    bad = total['failed'] + total['error']
+    parts = [f"{total['passed']} passed", f"{total['failed']} failed"] + [f'{total[k]} {k}' for k in kinds[2:] if total[k]]
+    print(f"===== {', '.join(parts)} in {time.time()-start:.0f}s =====")
+    sys.exit(bad>0 or not total['passed'])
+
+if __name__ == '__main__': main()
