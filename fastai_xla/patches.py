@@ -9,7 +9,7 @@ __all__ = ['Patch', 'patches_in_force', 'undo_patches', 'apply_patches']
 
 # %% ../nbs/01_patches.ipynb #imports
 from functools import wraps
-import torch, fastai.optimizer
+import plum, torch, fastai.optimizer
 from fastai.basics import Learner
 from fastcore.all import L, store_attr
 from fastai.callback.fp16 import MixedPrecision
@@ -142,3 +142,11 @@ def _deepcopy(old, self, memo):
 
 for _owner in (torch.Tensor, torch.nn.Parameter):
     _replaces(_owner, '__deepcopy__', 'torch_xla 2.8-2.9', 'a copy that was read shared its buffer with the original, and the next training step destroyed both')(_deepcopy)
+
+# %% ../nbs/01_patches.ipynb #dispatch
+@_replaces(plum.Function, '_resolve_method_with_cache', 'plum-dispatch 2.5-2.9', 'half-transformed batches stayed alive until the garbage collector ran, and XLA compiled the step again with and without them')
+def _resolve_method_with_cache(old, self, *args, **kwargs):
+    try: return old(self, *args, **kwargs)
+    except plum.NotFoundLookupError as e:
+        e.__cause__ = e.__context__ = None
+        raise e.with_traceback(None)

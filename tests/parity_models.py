@@ -105,15 +105,15 @@ def collab_nn(opt_func=Adam, **kwargs):
     return _collab(opt_func, True, halves, **kwargs)
 
 @seeded
-def text(opt_func=Adam, **kwargs):
+def text(opt_func=Adam, seq_len=8, **kwargs):
     """`text_classifier_learner` on sentences of one length. Weights are dropped with a chance of 1e-12, so never: fastai's `WeightDropout` fails with 0.
     No leading BOS and embeddings as large as trained ones: else rows are so alike in some features that BatchNorm makes their rounding a hundred times larger"""
     df = texts()
-    db = DataBlock((TextBlock.from_df('text', tok=BaseTokenizer(), seq_len=8, min_freq=1, n_workers=0, rules=[]), CategoryBlock), get_x=ColReader('text'),
+    db = DataBlock((TextBlock.from_df('text', tok=BaseTokenizer(), seq_len=seq_len, min_freq=1, n_workers=0, rules=[]), CategoryBlock), get_x=ColReader('text'),
                    get_y=ColReader('label'), splitter=IndexSplitter(range(40, len(df))))
     no_drop = dict(output_p=0., hidden_p=0., input_p=0., embed_p=0., weight_p=1e-12)
     cfg = {**awd_lstm_clas_config, **dict(emb_sz=6, n_hid=8, n_layers=1), **no_drop}
-    learn = text_classifier_learner(db.dataloaders(df, bs=8, num_workers=0), AWD_LSTM, config=cfg, pretrained=False, seq_len=8, drop_mult=1., ps=[0.],
+    learn = text_classifier_learner(db.dataloaders(df, bs=8, num_workers=0), AWD_LSTM, config=cfg, pretrained=False, seq_len=seq_len, drop_mult=1., ps=[0.],
                                     lin_ftrs=[10], opt_func=opt_func, metrics=accuracy, **kwargs)
     learn.model[0].module.encoder.weight.data.mul_(10)
     return learn

@@ -377,6 +377,14 @@ def test_recorder_options(kwargs):
     plain,tpu,*_ = both(lambda l: l.fit(2, 1e-2), mk)
     same(plain, tpu)
 
+def test_without_a_recorder():
+    def f(learn):
+        with learn.removed_cbs([learn.progress, learn.recorder]): learn.fit(1, 1e-2)
+        return learn.validate()
+    plain,tpu,want,got = both(f)
+    close(state(plain), state(tpu))
+    close(want, got)
+
 # ---- metrics
 
 def top2(inp, targ): return (inp.topk(2, dim=-1)[1]==targ[:,None]).any(-1).float().mean()

@@ -13,7 +13,9 @@ def started(): xla_device()
 def test_parity(model, opt):
     f,of,lr = MODELS[model],OPTS[opt],LRS[opt]
     ref = outcome(f(of), lr)
-    learn = f(of).to_tpu()
+    learn = f(of)
+    learn.create_opt()
+    learn.to_tpu()
     start = leaves(learn.model.state_dict())
     got = outcome(learn, lr)
     assert {p.device.type for p in learn.model.parameters()} == {'xla'}

@@ -13,9 +13,20 @@ def started(): xla_device()
 def test_parity(model, opt):
     f,of,lr = MODELS[model],OPTS[opt],LRS[opt]
     ref = outcome(f(of), lr)
-    learn = f(of).to_tpu()
+    learn = f(of)
+    learn.create_opt()
+    learn.to_tpu()
     start = leaves(learn.model.state_dict())
     got = outcome(learn, lr)
     assert {p.device.type for p in learn.model.parameters()} == {'xla'}
     assert moved(start, got['weights'])>100*TOLS[model]['weights']
     assert_same(got, ref, TOLS[model])
+
+def test_sentences_shorter_than_seq_len():
+    "fastai takes the last `seq_len` positions also of a shorter batch, which torch allows and torch_xla does not"
+    def run(learn):
+        with learn.no_bar(),learn.no_logging(): learn.fit(1, LRS['SGD'])
+        return {'batch loss':leaves(learn.recorder.losses), 'weights':leaves(learn.model.state_dict())}
+    f = MODELS['text']
+    ref = run(f(OPTS['SGD'], seq_len=72))
+    assert_same(run(f(OPTS['SGD'], seq_len=72).to_tpu()), ref, TOLS['text'])

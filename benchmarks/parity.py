@@ -1,9 +1,9 @@
 """Train small Learners in plain fastai on the CPU and through `learn.to_tpu()`, with the same seed and data, and print how far apart they end as a markdown table.
 
-    python examples/parity.py            # every model with every optimizer
-    python examples/parity.py cnn vit    # some models
+    python benchmarks/parity.py            # every model with every optimizer
+    python benchmarks/parity.py cnn vit    # some models
 """
-import sys, time, warnings
+import sys, warnings
 from pathlib import Path
 warnings.filterwarnings('ignore')
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]/'tests'))
