@@ -32,6 +32,6 @@ def main(models):
             print(line([model, opt, *[f'{d[k]:.0e}' for k in columns]]), flush=True)
     print(f"\nLargest difference between CPU and XLA ({device_kind()}) after five epochs in four fits, one of them frozen. Learning rates and targets are equal; "
           "optimizer state is relative to the largest value of its kind. Tolerances of the tests: " + ', '.join(f'{columns[k]} {TOL[k]:.0e}' for k in columns)
-          + f" (text {TOLS['text']['opt state']:.0e}).")
+          + f" (text: {TOLS['text']['weights']:.0e} for weights and {TOLS['text']['opt state']:.0e} for optimizer state).")
 
 if __name__ == '__main__': main(sys.argv[1:] or MODELS)

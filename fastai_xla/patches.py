@@ -9,7 +9,7 @@ __all__ = ['Patch', 'patches_in_force', 'undo_patches', 'apply_patches']
 
 # %% ../nbs/01_patches.ipynb #imports
 from functools import wraps
-import plum, torch, fastai.optimizer
+import plum, torch, fastai.optimizer, fastai.text.models.core
 from fastai.basics import Learner
 from fastcore.all import L, store_attr
 from fastai.callback.fp16 import MixedPrecision
@@ -150,3 +150,7 @@ def _resolve_method_with_cache(old, self, *args, **kwargs):
     except plum.NotFoundLookupError as e:
         e.__cause__ = e.__context__ = None
         raise e.with_traceback(None)
+
+# %% ../nbs/01_patches.ipynb #pool
+@_replaces(fastai.text.models.core, 'masked_concat_pool', 'torch_xla 2.8-2.9', '`mask[:,-bptt:]` raised for texts shorter than `bptt`, whose default is 72')
+def _masked_concat_pool(old, output, mask, bptt): return old(output, mask, min(bptt, output.shape[1]))

@@ -72,15 +72,19 @@ def test_items_are_read_in_the_background():
     assert want=={threading.main_thread()} and len(got)==1 and threading.main_thread() not in got
 
 def test_reading_goes_on_while_the_step_runs():
-    "Ten batches of 50 ms of reading and 50 ms of work take less than their sum"
-    def slow(b):
-        time.sleep(.05)
+    "While the training thread has the first batch, the third is read"
+    reads,third = [],threading.Event()
+    def note(b):
+        reads.append(len(b))
+        if len(reads)==3: third.set()
         return b
-    dl = TfmdDL(vectors(80), bs=8, num_workers=0, before_batch=slow)
+    dl = TfmdDL(vectors(80), bs=8, num_workers=0, before_batch=note)
     dl.one_batch()
-    start = time.monotonic()
-    for b in sent(dl): time.sleep(.05)
-    assert time.monotonic()-start < .85
+    reads.clear()
+    it = iter(sent(dl))
+    next(it)
+    assert third.wait(60)
+    it.close()
 
 # ---- exact to the last sample
 

@@ -441,7 +441,7 @@ def test_ctrl_c_while_waiting_for_data(num_workers):
         start = time.monotonic()
         timer.start()
         with pytest.raises(KeyboardInterrupt) as e: learn.fit(5)
-        assert time.monotonic()-start < 3
+        assert time.monotonic()-start < 8                                      # five epochs take ten seconds at least
     learn.dls = dls_of(vectors(48), vectors(20))
     learn.fit(1)
     assert len(learn.recorder.values)==1 and learn.recorder.values[0][1]==pytest.approx(learn.validate()[0], rel=1e-4)
