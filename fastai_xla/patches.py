@@ -144,7 +144,7 @@ for _owner in (torch.Tensor, torch.nn.Parameter):
     _replaces(_owner, '__deepcopy__', 'torch_xla 2.8-2.9', 'a copy that was read shared its buffer with the original, and the next training step destroyed both')(_deepcopy)
 
 # %% ../nbs/01_patches.ipynb #dispatch
-@_replaces(plum.Function, '_resolve_method_with_cache', 'plum-dispatch 2.5-2.9', 'half-transformed batches stayed alive until the garbage collector ran, and XLA compiled the step again with and without them')
+@_replaces(plum.Function, '_resolve_method_with_cache', 'plum-dispatch 2.9, Python 3.11', 'half-transformed batches stayed alive until the garbage collector ran, and XLA compiled the step again with and without them')
 def _resolve_method_with_cache(old, self, *args, **kwargs):
     try: return old(self, *args, **kwargs)
     except plum.NotFoundLookupError as e:
