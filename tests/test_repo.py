@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 try: import tomllib
@@ -131,9 +132,9 @@ def test_pyproject():
     assert set(pyproject['project']) - {'name', 'dynamic', 'urls'} == set(), 'metadata lives in settings.ini'
 
 def test_installed_metadata():
-    got = {(r.name, str(r.specifier), frozenset(r.extras)) for r in map(Requirement, requires(cfg['dist_name']))}
+    got = {(canonicalize_name(r.name), str(r.specifier), frozenset(r.extras)) for r in map(Requirement, requires(cfg['dist_name']))}
     wanted = [r for k in ('', 'tpu_', 'dev_', 'docs_') for r in reqs(f'{k}requirements')]
-    assert got == {(r.name, str(r.specifier), frozenset(r.extras)) for r in wanted}
+    assert got == {(canonicalize_name(r.name), str(r.specifier), frozenset(r.extras)) for r in wanted}
     meta = metadata(cfg['dist_name'])
     assert meta['Requires-Python'] == f">={cfg['min_python']}" and meta['License'] == cfg['license'] == 'Apache-2.0'
 
