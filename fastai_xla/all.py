@@ -1,5 +1,6 @@
 from .runtime import *
 from .patches import *
+from .virtual_cores import *
 from .placement import *
 from .data import *
 from .metrics import *
