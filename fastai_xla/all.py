@@ -1,6 +1,5 @@
 from .runtime import *
 from .patches import *
-from .virtual_cores import *
 from .placement import *
 from .data import *
 from .metrics import *
