@@ -8,12 +8,14 @@ Docs: https://fastai-xla.github.io/fastai_xla/patches.html.md"""
 __all__ = ['Patch', 'patches_in_force', 'undo_patches', 'apply_patches']
 
 # %% ../nbs/01_patches.ipynb #imports
+import threading
 from functools import wraps
 import plum, torch, fastai.optimizer, fastai.text.models.core
-from fastai.basics import Learner
-from fastcore.all import L, store_attr
+from fastai.basics import Learner, CancelBatchException, join_path_file
+from fastcore.all import L, noop, store_attr
 from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.progress import ProgressCallback
+from fastai.callback.training import GradientAccumulation
 from fastai.optimizer import debias
 
 # %% ../nbs/01_patches.ipynb #Patch
@@ -86,6 +88,45 @@ def _progress_after_batch(old, self):
     loss = getattr(self.learn, 'smooth_loss', None)
     known = getattr(loss, 'newest', loss)
     if known is not None: self.pbar.comment = f'{known.item():.4f}'
+
+# %% ../nbs/01_patches.ipynb #phase
+@_replaces(Learner, '_with_events', 'fastai 2.8', 'no event of a callback can run a whole fit in other processes and bring its result home')
+def _with_events(old, self, f, event_type, ex, final=noop):
+    away = [cb for cb in self.cbs if hasattr(type(cb), 'run_phase')] if event_type in ('fit','validate') else ()
+    if away and away[0].takes(event_type): return away[0].run_phase(event_type, final)
+    return old(self, f, event_type, ex, final)
+
+# %% ../nbs/01_patches.ipynb #accumulation
+def _step_size(cb):
+    "Number of samples of this batch on all replicas; None if there is one"
+    sizes = getattr(type(cb.learn.dl), 'step_sizes', None)
+    return sizes and sizes(cb.learn.dl, cb.iter)[1]
+
+@_replaces(GradientAccumulation, 'after_loss', 'fastai 2.8', 'it counted the samples of one replica')
+def _accumulation_after_loss(old, self):
+    n = _step_size(self)
+    if n is None: return old(self)
+    self.learn.loss_grad /= self.n_acc/n
+
+@_replaces(GradientAccumulation, 'before_step', 'fastai 2.8', 'it counted the samples of one replica')
+def _accumulation_before_step(old, self):
+    n = _step_size(self)
+    if n is None: return old(self)
+    self.learn.loss_grad *= self.n_acc/n
+    self.count += n
+    if self.count<self.n_acc: raise CancelBatchException()
+    self.count = 0
+
+# %% ../nbs/01_patches.ipynb #replica-load
+_loading = threading.Lock()
+
+@_replaces(Learner, 'load', 'fastai 2.8, torch 2.8-2.9', "replicas that are threads of one process disturbed each other's `torch.serialization.safe_globals`")
+def _load(old, self, file, *args, **kwargs):
+    own,shared = self.path,vars(self).get('shared_path')
+    if shared is not None and not join_path_file(file, own/self.model_dir, ext='.pth').exists(): self.path = shared
+    try:
+        with _loading: return old(self, file, *args, **kwargs)
+    finally: self.path = own
 
 # %% ../nbs/01_patches.ipynb #larc
 @_replaces(fastai.optimizer, 'larc_layer_lr', 'fastai 2.8', '`min(lr, local_lr)` read the device once a parameter')
