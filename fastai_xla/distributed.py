@@ -394,11 +394,10 @@ class _Stage:
         for cb in self.shown.sorted('order'): cb(name)
 
 # %% ../nbs/09_distributed.ipynb #phase
-def _phase(rank, packed, grads, event_type, kwargs, rng, every):
+def _phase(rank, packed, event_type, kwargs, rng, every):
     "One phase of the shipped Learner on this replica; the main rank returns what comes home"
     learn = _loads(packed)
     known = _known_objects(learn)
-    _zero_grads(learn, grads)
     if is_main(): _set_rng_state(rng)
     _attach(learn, **kwargs)
     learn.add_cb(_Reporter(partial(_pack_home, known=known), every) if is_main() else _Stopper())
@@ -470,7 +469,7 @@ class TPUPoolTrainer(Callback):
         follows = any(type(cb) not in (ProgressCallback, ShowGraphCallback, CSVLogger) for cb in stage.shown)
         pool = self.pool
         pool.grace = 60.
-        return pool.run(_phase, packed, _with_grad(self.learn), event_type, self.kwargs, _rng_state(), 0. if follows else 60., on_message=stage)
+        return pool.run(_phase, packed, event_type, self.kwargs, _rng_state(), 0. if follows else 60., on_message=stage)
 
     def _home(self, results, known): _unpack_home(self.learn, results[0], known)
 
