@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np, torch
 from fastcore.all import chunked, first, is_listy, noop
 from fastai.torch_basics import explode_types
-from fastai.basics import TfmdDL, DataLoader, apply, set_seed, to_detach
+from fastai.basics import TfmdDL, DataLoader, apply, to_detach
 from fastai.data.load import _loaders
 from .runtime import torch_xla, xr, rank, world_size, from_main
 from .placement import TfmPlacement, map_tensors, to_host
@@ -52,11 +52,17 @@ def _set_rng_state(s):
 
 _swap = threading.Lock()
 
+def _seed_all(seed):
+    "fastai's `set_seed` without its GPU part, whose lock a worker process that another replica forks would find taken"
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+
 def _state_after(seed):
     "The random state that `set_seed(seed)` leaves, which stays unset"
     with _swap:
         old = _rng_state()
-        set_seed(seed)
+        _seed_all(seed)
         res = _rng_state()
         _set_rng_state(old)
     return res
@@ -166,7 +172,7 @@ class XLADL(TfmdDL):
                 if isinstance(b, BaseException): raise b
                 if draws is None:
                     draws = self.turns.needed = not _same_state(start, state)
-                    if draws and self._owns_state: set_seed(np.random.randint(2**31))
+                    if draws and self._owns_state: _seed_all(np.random.randint(2**31))
                     self._note_types(b)
                 yield dev_tfms(b)
             if isinstance(self.dl, DataLoader): self.dl.after_iter()
@@ -298,11 +304,13 @@ class ShardedDL(XLADL):
     def _host_batches(self):
         if self._idxs is None: self._deal()
         dl,idxs,self._idxs = self.dl,self._idxs,None
-        if _is_torch(dl): return iter(_torch_dl(dl, [list(o) for o in chunked(idxs.tolist(), self.bs)]))
+        if _is_torch(dl):
+            with _swap: return iter(_torch_dl(dl, [list(o) for o in chunked(idxs.tolist(), self.bs)]))
         if not _in_samples(dl): return self._in_turn(_loaders[dl.fake_l.num_workers==0](dl.fake_l) if isinstance(dl, DataLoader) else iter(dl))
         dl._DataLoader__idxs = idxs.tolist()
         if self.bs: dl.chunkify = partial(chunked, chunk_sz=self.bs, drop_last=False)
-        try: return _loaders[dl.fake_l.num_workers==0](dl.fake_l)
+        try:
+            with _swap: return _loaders[dl.fake_l.num_workers==0](dl.fake_l)
         finally: dl.__dict__.pop('chunkify', None)
 
     def _in_turn(self, it):
@@ -316,7 +324,7 @@ class ShardedDL(XLADL):
         if not self.train and self.rank<len(group): yield group[self.rank]
 
     def _new_turns(self):
-        if self.rank and self._owns_state: set_seed(self.seed+self.rank)
+        if self.rank and self._owns_state: _seed_all(self.seed+self.rank)
         return _Turns() if self._owns_state else _Turns(_state_after(self.seed+self.rank))
 
     def _send(self, b):

@@ -8,7 +8,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/distributed.html.md"""
 __all__ = ['barrier', 'main_first', 'GradientReducer', 'TPUDistributedTrainer', 'TPUPoolTrainer']
 
 # %% ../nbs/09_distributed.ipynb #imports
-import pickle, shutil, tempfile, time, weakref
+import multiprocessing, pickle, shutil, tempfile, time, weakref
 from contextlib import contextmanager
 from functools import partial
 from io import BytesIO
@@ -20,7 +20,8 @@ from fastcore.all import L, noop, patch
 from fastai.basics import (Learner, Callback, Recorder, GatherPredsCallback, CancelFitException, CancelValidException, OptimWrapper)
 from fastai.callback.training import GradientAccumulation
 from fastai.callback.progress import ProgressCallback, ShowGraphCallback, CSVLogger
-from .runtime import torch_xla, xm, xr, xla_device, runtime_started, n_cores as _cores_here, rank, world_size, is_main, gather_objects, from_main
+import fastai_xla.virtual_cores as virtual_cores
+from .runtime import torch_xla, xm, xla_device, device_kind, runtime_started, n_cores as _cores_here, rank, world_size, is_main, gather_objects, from_main
 from .placement import TfmPlacement, move_learner, to_host, _modules
 from .data import ShardedDL, _base_seed, _rng_state, _set_rng_state
 from .metrics import DeviceMetric, Shares, interleave, share_metrics
@@ -111,6 +112,11 @@ _displays = ('fastai.callback.progress','fastai.callback.wandb','fastai.callback
 
 def _is_display(cb): return type(cb).__module__ in _displays or any(c.__module__ in _displays for c in type(cb).__mro__)
 
+def _lengthen_lr_find(learn, n_cores):
+    "fastai counted on the batches of one core when it chose a number of epochs"
+    cb = getattr(learn, 'lr_finder', None)
+    if cb: learn.n_epoch = max(learn.n_epoch, cb.num_it//max(1, len(learn.dls.train)//n_cores) + 1)
+
 _gathered = 'inputs','preds','targets','losses'
 
 class TPUDistributedTrainer(TPUTrainer):
@@ -130,7 +136,7 @@ class TPUDistributedTrainer(TPUTrainer):
     def before_fit(self):
         super().before_fit()
         _broadcast(_tensors(self.learn))
-        if hasattr(self.learn, 'lr_finder'): self.learn.n_epoch *= world_size() # fastai counted the batches of one core
+        _lengthen_lr_find(self.learn, world_size())
         for cb in [] if is_main() else self.learn.cbs.filter(_is_display): cb.run = False
 
     def before_train(self):
@@ -204,6 +210,9 @@ def _in_replica(): return _current() is not None or runtime_started() and (world
 
 def _attach_here(learn, n_cores, **kwargs):
     if n_cores not in (None, world_size()): raise ValueError(f"n_cores={n_cores} in a replica of {world_size()}: leave it out, the launcher has decided")
+    if device_kind()=='CPU' and world_size()>1 and not virtual_cores._run:
+        raise RuntimeError(f"{world_size()} replicas on the CPU cannot wait for each other yet: call use_virtual_cores({world_size()}) before xmp.spawn or torch_xla.launch, or use tpu_launch")
+    multiprocessing.set_start_method('fork', force=True) # in a process of `xmp.spawn`, each DataLoader worker would import everything anew
     learn = _detach(learn)
     return _attach(move_learner(learn, xla_device()), **kwargs)
 
@@ -462,6 +471,7 @@ class TPUPoolTrainer(Callback):
 
     def _prepare(self):
         "Tell the callbacks that stay here that a fit begins; some add others, which must travel"
+        _lengthen_lr_find(self.learn, self.pool.n_cores)
         for cb in self.learn.cbs.sorted('order'):
             if isinstance(cb, Recorder) or _is_display(cb): cb('before_fit')
 
