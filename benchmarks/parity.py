@@ -1,37 +1,84 @@
 """Train small Learners in plain fastai on the CPU and through `learn.to_tpu()`, with the same seed and data, and print how far apart they end as a markdown table.
+With --cores, the same for `learn.to_tpu_distributed()` on virtual cores that share each batch, and a table of what each metric is on one process and on all cores.
 
-    python benchmarks/parity.py            # every model with every optimizer
-    python benchmarks/parity.py cnn vit    # some models
+    python benchmarks/parity.py                    # every model with every optimizer, on one core
+    python benchmarks/parity.py cnn vit            # some models
+    python benchmarks/parity.py --cores 4          # on 4 cores, with the table of metrics
 """
 import sys, warnings
+from argparse import ArgumentParser
 from pathlib import Path
 warnings.filterwarnings('ignore')
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]/'tests'))
 from fastai_xla.all import *
+from fastai_xla.virtual_cores import run_replicas, use_virtual_cores
+from metric_cases import CASES, USER_CASES, metric_learner, metric_values
 from parity_models import LRS, MODELS, OPTS, TOL, TOLS, distance, outcome
 
 columns = {'batch loss': 'loss of each batch', 'valid loss': 'validation loss', 'metrics': 'metrics', 'weights': 'weights and buffers',
            'opt state': 'optimizer state', 'preds': 'predictions'}
-
-def row(model, opt):
-    "Largest differences between the two runs of one model and optimizer"
-    f,of,lr = MODELS[model],OPTS[opt],LRS[opt]
-    ref = outcome(f(of), lr)
-    return distance(outcome(f(of).to_tpu(), lr), ref)
+one_order = [o for o in MODELS if o!='text'] # fastai sorts texts by length within chunks whose size depends on `bs`
 
 def line(cells): return f"| {' | '.join(cells)} |"
 
-def main(models):
-    xla_device()
-    print(line(['model', 'optimizer', *columns.values()]))
-    print(line(['---']*(len(columns)+2)))
+def head(*cells): print(line(cells), line(['---']*len(cells)), sep='\n')
+
+# ---- training
+
+def on_one_core(f, of, lr): return outcome(f(of).to_tpu(), lr)
+
+def on_cores(n):
+    "A run on `n` cores, of which each gets its part of the batches of one process"
+    def share(learn):
+        for dl in learn.dls.loaders: dl.bs //= n
+        return learn
+    def run(f, of, lr):
+        learns = [share(f(of)) for _ in range(n)]
+        return run_replicas(lambda r: outcome(learns[r].to_tpu_distributed(sync_bn=True), lr))[0]
+    return run
+
+def parity_table(models, run):
+    head('model', 'optimizer', *columns.values())
     for model in models:
-        for opt in OPTS:
-            d = row(model, opt)
+        f,lr = MODELS[model],LRS
+        for opt,of in OPTS.items():
+            d = distance(run(f, of, lr[opt]), outcome(f(of), lr[opt]))
             assert d['lr']==d['targs']==0
             print(line([model, opt, *[f'{d[k]:.0e}' for k in columns]]), flush=True)
-    print(f"\nLargest difference between CPU and XLA ({device_kind()}) after five epochs in four fits, one of them frozen. Learning rates and targets are equal; "
-          "optimizer state is relative to the largest value of its kind. Tolerances of the tests: " + ', '.join(f'{columns[k]} {TOL[k]:.0e}' for k in columns)
-          + f" (text: {TOLS['text']['weights']:.0e} for weights and {TOLS['text']['opt state']:.0e} for optimizer state).")
 
-if __name__ == '__main__': main(sys.argv[1:] or MODELS)
+def footer(what): print(f"\nLargest difference between {what} after five epochs in four fits, one of them frozen. Learning rates and targets are equal; "
+                        "optimizer state is relative to the largest value of its kind. Tolerances of the tests: " + ', '.join(f'{columns[k]} {TOL[k]:.0e}' for k in columns)
+                        + f" (text: {TOLS['text']['weights']:.0e} for weights and {TOLS['text']['opt state']:.0e} for optimizer state).")
+
+# ---- metrics
+
+def metric_row(name, kind, f, n):
+    "The metric's value on one process and on the main rank of `n` cores"
+    def measure(learn): return metric_values(learn, [name])[name]
+    want = measure(metric_learner(kind, [f()]))
+    learns = [metric_learner(kind, [f()]) for _ in range(n)]
+    got = run_replicas(lambda r: measure(learns[r].to_tpu_distributed()))[0]
+    print(line([name, kind, f'{want:.6f}', f'{got:.6f}', f'{abs(got-want):.0e}']), flush=True)
+
+def metric_table(n):
+    head('metric', 'data', 'one process', f'{n} cores', 'difference')
+    for name,(kind,f) in {**CASES, **USER_CASES}.items(): metric_row(name, kind, f, n)
+    print(f"\nEach metric of fastai, and metrics as users write them, over 53 samples in batches of 4: in plain fastai, and shared by {n} cores ({device_kind()}).")
+
+def main(models, cores):
+    if cores is None:
+        xla_device()
+        parity_table(models or MODELS, on_one_core)
+        return footer(f'CPU and XLA ({device_kind()})')
+    use_virtual_cores(cores)
+    xla_device()
+    parity_table(models or one_order, on_cores(cores))
+    footer(f"one process (CPU) and {cores} cores ({device_kind()}) with batches 1/{cores} of its size and `sync_bn=True`,")
+    print()
+    metric_table(cores)
+
+if __name__ == '__main__':
+    p = ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument('models', nargs='*', choices=[[], *MODELS], metavar='model', help=', '.join(MODELS))
+    p.add_argument('--cores', type=int, help='Share each batch between this number of virtual cores')
+    main(**vars(p.parse_args()))

@@ -9,6 +9,7 @@ __all__ = ['upload', 'XLADL', 'shard_idxs', 'ShardedDL']
 
 # %% ../nbs/05_data.ipynb #imports
 import queue, random, threading
+from copy import copy
 from contextlib import contextmanager
 from functools import partial
 import numpy as np, torch
@@ -172,7 +173,8 @@ class XLADL(TfmdDL):
                 if isinstance(b, BaseException): raise b
                 if draws is None:
                     draws = self.turns.needed = not _same_state(start, state)
-                    if draws and self._owns_state: _seed_all(np.random.randint(2**31))
+                    if draws and self._owns_state:
+                        with _swap: _seed_all(np.random.randint(2**31))
                     self._note_types(b)
                 yield dev_tfms(b)
             if isinstance(self.dl, DataLoader): self.dl.after_iter()
@@ -182,12 +184,13 @@ class XLADL(TfmdDL):
             th.join()
             if not getattr(self.dl, 'persistent_workers', False) and hasattr(it, '_shutdown_workers'): it._shutdown_workers()
             if 'it' in getattr(self.dl, '__dict__', ()): del self.dl.it
-            if draws and self._owns_state: _set_rng_state(state)
+            if draws and self._owns_state:
+                with _swap: _set_rng_state(state)
             self.on_end()
 
     def _note_types(self, b):
         "Spare a stream fastai's look at one more sample to learn the number of inputs: the background thread reads there"
-        dl = self.dl
+        dl = vars(self).get('src', self.dl)
         if not isinstance(dl, TfmdDL) or dl.indexed or hasattr(dl, '_n_inp'): return
         dl._n_inp,dl._types = max(len(b)-1, 1) if is_listy(b) else 1,explode_types(b)
 
@@ -207,13 +210,19 @@ class XLADL(TfmdDL):
         return self.trim(to_host(b) if cpu else to_detach(b, cpu=False, gather=gather))
 
 # %% ../nbs/05_data.ipynb #shard
-def _tail(n, rank, world_size, bs, drop_last):
+def _part(m, rank, n):
+    "Start and end of part `rank` of `m` things in `n` parts that differ by one at most"
+    q,rest = divmod(m, n)
+    start = rank*q + min(rank, rest)
+    return start, start+q+(rank<rest)
+
+def _tail(n, rank, world_size, bs, drop_last, least):
     "Start and end of the share of `rank` in the last, smaller step, and the step's size"
     m = n%(bs*world_size)
-    if drop_last and n>m: return n,n,0
-    q,rest = divmod(m, world_size)
-    start = n-m + rank*q + min(rank, rest)
-    return start, start+q+(rank<rest), m
+    if drop_last and n>m or not m: return n,n,0
+    parts = max(1, min(world_size, m//least))
+    start,end = _part(m, min(rank, parts), parts) if rank<parts else (m,m)
+    return n-m+start, n-m+end, m
 
 def shard_idxs(
     n:int, # Number of samples
@@ -222,12 +231,13 @@ def shard_idxs(
     bs:int, # Batch size of a rank
     drop_last:bool=False, # In training, drop the samples that do not fill a step of all ranks?
     train:bool=True, # Equal numbers of batches on every rank? Else whole batches in turn
+    least:int=2, # Fewest samples of a rank in the last step, unless it has none: BatchNorm needs two
 ):
     "Positions among `n` samples that `rank` gets, in order"
     if not 0<=rank<world_size: raise ValueError(f"rank {rank} of {world_size} ranks: it must be at least 0 and less than {world_size}")
     if not train: return np.flatnonzero(np.arange(n)//bs%world_size==rank)
     full = n//(bs*world_size)
-    start,end,_ = _tail(n, rank, world_size, bs, drop_last)
+    start,end,_ = _tail(n, rank, world_size, bs, drop_last, least)
     return np.concatenate([np.arange(full*bs*world_size).reshape(full, world_size, bs)[:,rank].ravel(), np.arange(start, end)])
 
 # %% ../nbs/05_data.ipynb #sharded
@@ -246,42 +256,66 @@ class ShardedDL(XLADL):
         even:bool=False, # Drop samples of the last step until all ranks have as many?
         **kwargs, # Passed on to `XLADL`
     ):
+        self.src,self.rank,self.world_size,self.train,self.even,self._idxs,self.n_batches = dl,rank(),world_size(),train,even,None,None
+        self._owns_state,self.seed = self.rank==0 or xr.addressable_device_count()==1,0
+        with self._draws(): dl = dl.new(bs=dl.bs*self.world_size) if train and _is_stateful(dl) else _copy_dl(dl)
         super().__init__(dl, device, **kwargs)
-        self.rank,self.world_size,self.train,self.even,self._idxs,self.n_batches = rank(),world_size(),train or _is_stateful(dl),even,None,None
-        self._owns_state = self.rank==0 or xr.addressable_device_count()==1
-        if _is_stateful(dl): self.dl = dl.new(bs=self.bs*self.world_size)
-        elif _is_torch(dl): self.bs = None
+        self.bs = None if _is_torch(dl) else getattr(self.src, 'bs', getattr(dl, 'batch_size', None))
+        self.chunk = self.bs
+
+    @contextmanager
+    def _draws(self):
+        "The body draws from the random state of this rank, which other replicas in this process leave alone meanwhile"
+        with _swap:
+            old = _rng_state()
+            if not self._owns_state: _seed_all(self.seed+self.rank)
+            try: yield
+            finally:
+                if not self._owns_state: _set_rng_state(old)
 
     def _order(self):
-        "The order of the samples, None for that of the dataset, and what else the ranks must agree on"
+        "The order of the samples, their number where it is that of the dataset, and what else the ranks must agree on"
         dl = self.dl
         if _is_torch(dl): return list(dl.batch_sampler), _base_seed(), None
         idxs = np.asarray(list(dl.get_idxs())) if _in_samples(dl) else None
         if idxs is not None and np.array_equal(idxs, np.arange(len(idxs))): idxs = len(idxs)
         return idxs, _base_seed(), dl.items.idxs if _is_stateful(dl) else None
 
+    def _main_order(self):
+        with self._draws(): return self._order()
+
     def _deal(self):
         "Agree on the order of the samples, and take this rank's share"
         dl = self.dl
         if isinstance(dl, DataLoader):
-            dl.randomize()
-            dl.before_iter()
-        idxs,self.seed,items = from_main(self._order)
+            with self._draws():
+                dl.randomize()
+                dl.before_iter()
+            self.src.rng = dl.rng
+        idxs,self.seed,items = from_main(self._main_order)
         if items is not None:
             dl.items.idxs[:] = items
             dl.make_chunks()
         if isinstance(idxs, int): idxs = np.arange(idxs)
         if _is_torch(dl): idxs,self.bs = np.concatenate(idxs) if idxs else np.array([], int), len(idxs[0]) if idxs else 1
-        self._idxs = () if idxs is None else self._share(idxs)
+        self._idxs = () if idxs is None else self._rows(idxs) if _is_stateful(dl) and not self.train else self._share(idxs)
 
     def _share(self, idxs):
-        n,bs,args = len(idxs),self.bs or 1,(self.rank, self.world_size, self.bs or 1, getattr(self.dl, 'drop_last', False))
+        n,bs,least = len(idxs),self.bs or 1,1 if self.even or not self.bs else 2
         if self.train and self.even: n -= n%self.world_size
-        own = shard_idxs(n, *args, train=self.train)
-        start,end,m = _tail(n, *args) if self.train else (0,0,0)
-        if m and start==end: own = np.append(own, n-1)
-        self.n_batches,self.tail = -(-len(own)//bs),(end-start, m)
+        args = n,self.rank,self.world_size,bs,getattr(self.dl, 'drop_last', False)
+        own = shard_idxs(*args, train=self.train, least=least)
+        start,end,m = _tail(*args, least) if self.train else (0,0,0)
+        if m and start==end: own = np.append(own, np.arange(min(n, least)))
+        self.n_own,self.n_batches,self.tail,self.chunk = len(own),-(-len(own)//bs),(end-start, m),self.bs
         return idxs[own]
+
+    def _rows(self, idxs):
+        "Of each batch of texts that go on from batch to batch, the rows of this rank"
+        rows = idxs.reshape(-1, self.src.bs)
+        start,end = _part(self.src.bs, self.rank, self.world_size)
+        self.n_batches,self.chunk,self.bs = len(rows) if end>start else 0,end-start,-(-self.src.bs//self.world_size)
+        return rows[:,start:end].ravel()
 
     def __len__(self):
         if not _in_samples(self.dl):
@@ -291,9 +325,19 @@ class ShardedDL(XLADL):
         return self.n_batches
 
     @property
+    def in_turn(self):
+        "Do the ranks get whole batches in turn?"
+        return not self.train and not _is_stateful(self.dl)
+
+    @property
     def n_total(self):
         "Number of batches of all ranks that follow each other"
-        return len(self) if self.train else len(self.dl)
+        return len(self.dl) if self.in_turn else len(self)
+
+    @property
+    def varies(self):
+        "May the shapes of a step differ from rank to rank?"
+        return len(getattr(self.before_batch, 'fs', ()))>0
 
     def step_sizes(self, i):
         "Number of samples of batch `i` here and on all ranks"
@@ -304,14 +348,15 @@ class ShardedDL(XLADL):
     def _host_batches(self):
         if self._idxs is None: self._deal()
         dl,idxs,self._idxs = self.dl,self._idxs,None
-        if _is_torch(dl):
-            with _swap: return iter(_torch_dl(dl, [list(o) for o in chunked(idxs.tolist(), self.bs)]))
-        if not _in_samples(dl): return self._in_turn(_loaders[dl.fake_l.num_workers==0](dl.fake_l) if isinstance(dl, DataLoader) else iter(dl))
-        dl._DataLoader__idxs = idxs.tolist()
-        if self.bs: dl.chunkify = partial(chunked, chunk_sz=self.bs, drop_last=False)
-        try:
-            with _swap: return _loaders[dl.fake_l.num_workers==0](dl.fake_l)
-        finally: dl.__dict__.pop('chunkify', None)
+        with self._draws():
+            if _is_torch(dl): return iter(_torch_dl(dl, [list(o) for o in chunked(idxs.tolist(), self.bs)]))
+            if not isinstance(dl, DataLoader): return self._in_turn(iter(dl))
+            if not _in_samples(dl):
+                dl._DataLoader__idxs = dl.get_idxs()
+                return self._in_turn(_loaders[dl.fake_l.num_workers==0](dl.fake_l))
+            dl._DataLoader__idxs = idxs.tolist()
+            if self.chunk: dl.chunkify = partial(chunked, chunk_sz=self.chunk, drop_last=False)
+            return _loaders[dl.fake_l.num_workers==0](dl.fake_l)
 
     def _in_turn(self, it):
         "Every `world_size`-th batch; in training those alone of which every rank has one"
@@ -324,18 +369,35 @@ class ShardedDL(XLADL):
         if not self.train and self.rank<len(group): yield group[self.rank]
 
     def _new_turns(self):
-        if self.rank and self._owns_state: _seed_all(self.seed+self.rank)
-        return _Turns() if self._owns_state else _Turns(_state_after(self.seed+self.rank))
+        with _swap:
+            if self.rank and self._owns_state: _seed_all(self.seed+self.rank)
+            if self._owns_state: return _Turns()
+        return _Turns(_state_after(self.seed+self.rank))
 
     def _send(self, b):
+        if self.train and self.chunk: self._check_size(_tensors(b))
         self.sent += 1
         return super()._send(b)
+
+    def _check_size(self, ts):
+        want = min(self.chunk, self.n_own-self.sent*self.chunk)
+        if ts and all(t.ndim and len(t)<want for t in ts): raise RuntimeError(_skips(self.rank, f"{len(ts[0])} of {want} samples in batch {self.sent}"))
 
     def __iter__(self):
         n,self.sent = len(self) if self.train else 0,0
         yield from super().__iter__()
-        if self.sent<n: raise RuntimeError(f"Rank {self.rank} got {self.sent} of {n} batches: a dataset that skips samples (SkipItemException) "
-                                           "cannot be shared by ranks in training. Remove those samples before you make the DataLoaders.")
+        if self.sent<n: raise RuntimeError(_skips(self.rank, f"{self.sent} of {n} batches"))
+
+def _skips(rank, seen): return (f"Rank {rank} got {seen}: a dataset that skips samples (SkipItemException) cannot be shared by ranks in training. "
+                                "Remove those samples before you make the DataLoaders.")
+
+def _copy_dl(dl):
+    "A fastai loader of its own on the same data; anything else as it is"
+    if not isinstance(dl, DataLoader): return dl
+    res = copy(dl)
+    res.fake_l = copy(dl.fake_l)
+    vars(res.fake_l).update(d=res, default=res, dataset=res.fake_l)
+    return res
 
 def _is_torch(dl): return isinstance(dl, torch.utils.data.DataLoader) and dl.batch_sampler is not None and not isinstance(dl.dataset, torch.utils.data.IterableDataset)
 

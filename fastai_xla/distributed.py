@@ -9,6 +9,7 @@ __all__ = ['barrier', 'main_first', 'GradientReducer', 'TPUDistributedTrainer', 
 
 # %% ../nbs/09_distributed.ipynb #imports
 import multiprocessing, pickle, shutil, tempfile, time, weakref
+from copy import deepcopy
 from contextlib import contextmanager
 from functools import partial
 from io import BytesIO
@@ -21,7 +22,7 @@ from fastai.basics import (Learner, Callback, Recorder, GatherPredsCallback, Can
 from fastai.callback.training import GradientAccumulation
 from fastai.callback.progress import ProgressCallback, ShowGraphCallback, CSVLogger
 import fastai_xla.virtual_cores as virtual_cores
-from .runtime import torch_xla, xm, xla_device, device_kind, runtime_started, n_cores as _cores_here, rank, world_size, is_main, gather_objects, from_main
+from .runtime import torch_xla, xm, xr, xla_device, device_kind, runtime_started, n_cores as _cores_here, rank, world_size, is_main, gather_objects, from_main
 from .placement import TfmPlacement, move_learner, to_host, _modules
 from .data import ShardedDL, _base_seed, _rng_state, _set_rng_state
 from .metrics import DeviceMetric, Shares, interleave, share_metrics
@@ -151,25 +152,30 @@ class TPUDistributedTrainer(TPUTrainer):
         self._meters = [m for m in mets if isinstance(m, DeviceMetric) and m.synced]
 
     def before_batch(self):
-        if not self.dl.train: self.learn.iter = self.iter*world_size()+rank()
+        if not self.training and self.dl.in_turn: self.learn.iter = self.iter*world_size()+rank()
 
     def after_loss(self):
         if not self.training: return
         n,m = self.dl.step_sizes(self.iter)
-        w = world_size() * (1 if getattr(self.loss_func, 'reduction', 'mean')=='sum' else n/m)
+        w = world_size() * (n>0 if getattr(self.loss_func, 'reduction', 'mean')=='sum' else n/m)
         if w==1: return
         w = torch.tensor(w).to(self.device)
         self.learn.loss_grad,self.learn.loss = self.loss_grad*w,self.loss*w
 
     def align(self):
         "Run what differs from rank to rank, so that what follows is the same program on all"
-        if self.dl.step_sizes(self.iter)[1]<(self.dl.bs or 1)*world_size(): self.dl.sync()
+        if self.dl.varies or self.dl.step_sizes(self.iter)[1]<(self.dl.bs or 1)*world_size(): self.dl.sync()
 
     def after_batch(self):
         if self.training and len(self.yb) and world_size()>1:
             self.align()
             self.learn.loss = xm.all_reduce(xm.REDUCE_SUM, self.loss.detach(), scale=1/world_size())
         super().after_batch()
+
+    def _trace_metrics(self):
+        super()._trace_metrics()
+        if not self.training or self.dl.step_sizes(self.iter)[0]: return
+        for m in self._meters: m.traced = None
 
     def after_train(self):
         share_metrics(self._meters)
@@ -201,6 +207,7 @@ def _own_folder(learn):
 
 def _attach(learn, scale_lr=False, **kwargs):
     "Make `learn` one replica of several"
+    if xr.addressable_device_count()>1: learn.loss_func,learn._metrics = deepcopy((learn.loss_func, learn._metrics)) # fastai keeps some once a process
     cbs = [TPUDistributedTrainer(**kwargs), GradientReducer(scale_lr)]
     learn.add_cbs(cbs)
     if not is_main(): learn.shared_path,learn.path,learn.logger = learn.path,_own_folder(learn),noop
@@ -213,8 +220,8 @@ def _attach_here(learn, n_cores, **kwargs):
     if device_kind()=='CPU' and world_size()>1 and not virtual_cores._run:
         raise RuntimeError(f"{world_size()} replicas on the CPU cannot wait for each other yet: call use_virtual_cores({world_size()}) before xmp.spawn or torch_xla.launch, or use tpu_launch")
     multiprocessing.set_start_method('fork', force=True) # in a process of `xmp.spawn`, each DataLoader worker would import everything anew
-    learn = _detach(learn)
-    return _attach(move_learner(learn, xla_device()), **kwargs)
+    _attach(_detach(learn), **kwargs)
+    return move_learner(learn, xla_device())
 
 def _detach(learn):
     _remove_trainers(learn)

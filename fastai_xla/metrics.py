@@ -10,8 +10,9 @@ __all__ = ['HostQueue', 'HostBatch', 'DeviceMetric', 'DeviceAvgLoss', 'DeviceAvg
 
 # %% ../nbs/06_metrics.ipynb #imports
 import time
+from types import FunctionType
 import torch
-from fastcore.all import GetAttr, detuplify, noop
+from fastcore.all import GetAttr, detuplify
 from fastai.basics import Metric, AvgMetric, AvgLoss, AvgSmoothLoss, find_bs, to_detach
 from torch.utils._pytree import tree_map_only
 from fastai.metrics import AccumMetric, Dice, DiceMulti, CorpusBLEUMetric, LossMetric
@@ -63,8 +64,9 @@ def _scalar(loss): return loss.detach() if loss.ndim==0 else loss.detach().mean(
 
 # %% ../nbs/06_metrics.ipynb #metric
 def _reads_input(m):
-    "Whether the code of `m` names the inputs of a batch, so that they must be fetched too"
-    return bool({'x','xb'}.intersection(getattr(type(m).accumulate, '__code__', noop.__code__).co_names))
+    "Whether the code of `m`, a user's metric, names the inputs of a batch, so that they must be fetched too"
+    own = [f for c in type(m).__mro__ if not c.__module__.startswith('fastai.') for f in vars(c).values()]
+    return any({'x','xb'}.intersection(f.__code__.co_names) for f in own if isinstance(f, FunctionType))
 
 class DeviceMetric(GetAttr):
     "`metric` fed from the device through `queue`"
@@ -79,6 +81,7 @@ class DeviceMetric(GetAttr):
         self.learn,self.traced = learn,(learn.pred, learn.yb, learn.loss) + ((learn.xb,) if _reads_input(self.metric) else ())
     def accumulate(self, learn):
         "Called by the Recorder: the batch counts"
+        if self.traced is None: return
         self.queue.add(self, *self.traced)
         if self.urgent: self.queue.flush()
     def arrived(self, *b):
@@ -88,7 +91,7 @@ class DeviceMetric(GetAttr):
     def urgent(self): return not type(self.metric).__module__.startswith('fastai.')
     synced = True
     @property
-    def shared(self): return type(self.metric).accumulate not in _merges
+    def shared(self): return type(self.metric).__module__!='fastai.metrics' or type(self.metric).accumulate not in _merges
     def share(self):
         "What the other ranks need of this one"
         if not self.shared: return [getattr(self.metric, k) for k in _merges[type(self.metric).accumulate][1]]
