@@ -8,13 +8,15 @@ Docs: https://fastai-xla.github.io/fastai_xla/placement.html.md"""
 __all__ = ['map_tensors', 'to_host', 'move_learner', 'TfmPlacement']
 
 # %% ../nbs/03_placement.ipynb #imports
-from copy import copy
+from copy import copy, deepcopy
 from itertools import chain
+from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from fastcore.all import L, noop
-from fastai.basics import Learner, OptimWrapper, DataLoader, Transform, Pipeline, apply
-from .runtime import torch_xla
+from fastai.basics import Learner, OptimWrapper, DataLoader, Transform, Pipeline, apply, no_random
+from fastai.data.transforms import IntToFloatTensor, Normalize
+from .runtime import torch_xla, met, xm, xla_device
 
 # %% ../nbs/03_placement.ipynb #to-host
 def _on_xla(o): return isinstance(o, torch.Tensor) and o.device.type=='xla'
@@ -42,6 +44,13 @@ def to_host(
 ):
     "`b` with its XLA tensors on the host, detached, fetched in one transfer"
     return map_tensors(lambda ts: torch_xla._XLAC._xla_get_cpu_tensors(ts), b)
+
+# %% ../nbs/03_placement.ipynb #send
+def _on_cpu(o): return isinstance(o, torch.Tensor) and o.device.type=='cpu'
+
+def _send(ts, device):
+    "The tensors of the host `ts` on `device`, sent in one call"
+    return torch_xla._XLAC._xla_tensors_from_aten([t.as_subclass(torch.Tensor).contiguous() for t in ts], [str(device)]*len(ts), None)
 
 # %% ../nbs/03_placement.ipynb #slots
 def _modules(learn): return [m for m in (learn.model, learn.loss_func, getattr(learn.loss_func, 'func', None)) if isinstance(m, nn.Module)]
@@ -110,55 +119,115 @@ def _move(learn, device):
     return opt
 
 # %% ../nbs/03_placement.ipynb #clean
-_clean_tfms = {'fastai.data.transforms': ('IntToFloatTensor', 'Normalize'),
-               'fastai.vision.augment': ('Brightness', 'Contrast', 'Saturation', 'Hue')}
-_clean_fs = ('_BrightnessLogit', '_ContrastLogit', '_SaturationLogit', '_Hue')
+_clean_tfms = {IntToFloatTensor, Normalize}
 
-def _is_clean(t):
-    "Whether `t` is known to run on the device alone; several lighting transforms in one count when each does"
-    if type(t).__name__ not in _clean_tfms.get(type(t).__module__, ()): return False
-    return all(type(f).__name__ in _clean_fs for f in getattr(t, 'fs', ()))
+def _is_clean(t): return {type(o) for o in [t, *getattr(t,'fs',()), *getattr(t,'coord_fs',())]} <= _clean_tfms
+
+# %% ../nbs/03_placement.ipynb #try
+def _counts():
+    "Fallbacks by operator, reads and compilations since this process started; `item()` counts as a read alone"
+    n = [(met.metric_data(o) or (0,))[0] for o in ('TransferFromDeviceTime','CompileTime')]
+    return {o: met.counter_value(o) for o in met.counter_names() if o.startswith('aten::') and o!='aten::_local_scalar_dense'},*n
+
+def _tensors(b):
+    ts = []
+    apply(lambda o: ts.append(o) if isinstance(o, torch.Tensor) else None, b)
+    return ts
+
+def _try(f, b, device, warm=1, n=6):
+    "The last result of `warm+n` runs of `f` on `b`, and what `n` of them cost: fallbacks by operator, reads, compilations"
+    for i in range(warm+n):
+        if i==warm: fb,*start = _counts()
+        res = f(map_tensors(lambda ts: _send([t.clone() for t in ts], device), b, select=_on_cpu))
+        if not all(map(_on_xla, _tensors(res))): raise RuntimeError('its result is on the host')
+        torch_xla._XLAC._xla_sync_multi(_tensors(res), [str(device)], True, True)
+    new,*end = _counts()
+    return res,{k: v-fb.get(k,0) for k,v in new.items() if v!=fb.get(k,0)},*[b-a for a,b in zip(start,end)]
+
+def _judge(f, b, device, n=6):
+    "`(place, reason, cost), result`: where `f` should run, by what it does to `b` on `device`; the result is None when it failed"
+    if not _tensors(b): return ('host', 'is given no tensors', ''),None
+    seed = xm.get_rng_state(device)
+    try:
+        with no_random(): res,fb,reads,compiles = _try(f, b, device, n=n)
+    except Exception as e: return ('host', f'failed on the device: {type(e).__name__}: {e}'.splitlines()[0][:120], ''),None
+    finally: xm.set_rng_state(seed, device)
+    cost = ', '.join(f'{v/n:.2g} {what}' for v,what in ((sum(fb.values()),'fallbacks'), (reads,'reads'), (compiles,'compilations')) if v)
+    why = f"falls back to the host: {', '.join(fb)}" if fb else 'reads the device' if reads else 'compiles again for other draws' if compiles else 'tried: clean on the device'
+    return ('host' if cost else 'device', why, f'{cost} a batch' if cost else 'none'),to_host(res)
 
 # %% ../nbs/03_placement.ipynb #placement
+_verdicts = WeakKeyDictionary() # Of each transform that was tried: place, reason, cost
+
 class TfmPlacement:
-    "Where each of `tfms` runs, and why"
+    "Where each of `tfms` runs, why, and at what cost"
     modes = ('auto', 'host', 'device')
     def __init__(self,
         tfms, # A loader's `after_batch`: a `Pipeline` or a function
-        mode:str='auto', # 'auto': on the device what is known to be clean there; 'host', 'device': all of them
+        mode:str='auto', # 'auto': on the device what is clean there; 'host', 'device': all of them
     ):
         if mode not in self.modes: raise ValueError(f"`batch_tfms` can be one of {self.modes}. Got {mode!r}.")
         self.mode,self.is_pipe = mode,isinstance(tfms, Pipeline)
         self.tfms = [t for t in tfms.fs if t.name!='noop'] if self.is_pipe else [] if _is_noop(tfms) else [tfms]
-        self.n_host = self._cut()
 
-    def _cut(self):
-        if self.mode=='device': return 0
-        if self.mode=='host': return len(self.tfms)
-        return max((i+1 for i,t in enumerate(self.tfms) if not _is_clean(t)), default=0)
-
-    def _why(self, i, t):
-        if self.mode!='auto': return f"batch_tfms='{self.mode}'"
-        if not _is_clean(t): return 'not known to be clean on the device'
-        return 'clean on the device' if i>=self.n_host else f'comes before {_name(self.tfms[self.n_host-1])}'
+    def _verdict(self, t):
+        if self.mode!='auto': return self.mode,f"batch_tfms='{self.mode}'",''
+        return ('device', 'clean on the device', 'none') if _is_clean(t) else _verdicts.get(t, ('', 'tried with the first batch', ''))
 
     @property
-    def rows(self): return [(_name(t), 'host' if i<self.n_host else 'device', self._why(i,t)) for i,t in enumerate(self.tfms)]
+    def undecided(self): return [t for t in self.tfms if not self._verdict(t)[0]]
+
+    @property
+    def n_host(self): return max((i+1 for i,t in enumerate(self.tfms) if self._verdict(t)[0]!='device'), default=0)
+
+    @property
+    def rows(self):
+        "Of each transform: name, place ('' if undecided), reason, cost on the device"
+        n,res = self.n_host,[]
+        for i,t in enumerate(self.tfms):
+            place,why,cost = self._verdict(t)
+            if i<n and place=='device': place,why = self._verdict(self.tfms[n-1])[0],f'comes before {_name(self.tfms[n-1])}'
+            res.append((_name(t), place, why, cost))
+        return res
+
+    def decide(self,
+        b, # A batch of the host, as it comes to the transforms; left as it is
+        n:int=4, # Samples of it to try with
+    ):
+        "Try the transforms that are not known on `b`, once"
+        todo,dev = self.undecided,xla_device()
+        if todo: b = map_tensors(lambda ts: [(t[:n] if t.ndim else t).clone() for t in ts], b, select=_on_cpu)
+        for t in self.tfms:
+            if not todo: break
+            res = None
+            if t in todo:
+                todo.remove(t)
+                _verdicts[t],res = _judge(self._compose([_tfm_to(deepcopy(t), dev)], 0), b, dev)
+            if todo: b = self._compose([deepcopy(t)], 0)(b) if res is None else res
+        return self
 
     def _compose(self, tfms, split_idx):
         if not tfms: return noop
         return Pipeline(tfms, split_idx=split_idx) if self.is_pipe else tfms[0]
 
+    def _part(self, make):
+        "What `make()` composes, once it is decided: when the first batch comes"
+        made = []
+        def _f(b):
+            if not made: made.append(self.decide(b) and make())
+            return made[0](b)
+        return _f if self.undecided else make()
+
     def host(self, split_idx=None):
         "The host's part, a function of a batch; `split_idx` 0 is training"
-        return self._compose(self.tfms[:self.n_host], split_idx)
+        return self._part(lambda: self._compose(self.tfms[:self.n_host], split_idx))
 
     def device(self, device, split_idx=None):
         "The device's part, with its parameters on `device`"
-        return self._compose([_tfm_to(t, device) for t in self.tfms[self.n_host:]], split_idx)
+        return self._part(lambda: self._compose([_tfm_to(t, device) for t in self.tfms[self.n_host:]], split_idx))
 
     def __repr__(self):
-        rows = [('transform','place','reason'), *self.rows]
+        rows = [('transform','place','reason','cost'), *self.rows]
         ws = [max(map(len, c)) for c in zip(*rows)]
         return '\n'.join('  '.join(o.ljust(w) for o,w in zip(r,ws)).rstrip() for r in rows)
 
