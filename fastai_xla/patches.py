@@ -15,6 +15,7 @@ from fastcore.all import L, store_attr
 from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.progress import ProgressCallback
 from fastai.optimizer import debias
+from torch.jit._builtins import _find_builtin, _register_builtin
 
 # %% ../nbs/01_patches.ipynb #Patch
 class Patch:
@@ -43,6 +44,8 @@ def _replaces(owner, name, versions, why):
         old = vars(owner)[name]
         @wraps(old)
         def new(*args, **kwargs): return f(old, *args, **kwargs)
+        op = _find_builtin(old)
+        if op: _register_builtin(new, op)
         _patches.append(Patch(owner, name, new, why, versions))
         _patches[-1].apply()
         return new

@@ -10,9 +10,9 @@ __all__ = ['map_tensors', 'to_host', 'move_learner', 'TfmPlacement']
 # %% ../nbs/03_placement.ipynb #imports
 from copy import copy, deepcopy
 from itertools import chain
-from weakref import WeakKeyDictionary
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 from fastcore.all import L, noop
 from fastai.basics import Learner, OptimWrapper, DataLoader, Transform, Pipeline, apply, no_random
 from fastai.data.transforms import IntToFloatTensor, Normalize
@@ -157,7 +157,9 @@ def _judge(f, b, device, n=6):
     return ('host' if cost else 'device', why, f'{cost} a batch' if cost else 'none'),to_host(res)
 
 # %% ../nbs/03_placement.ipynb #placement
-_verdicts = WeakKeyDictionary() # Of each transform that was tried: place, reason, cost
+_verdicts = WeakIdKeyDictionary() # Of each transform that was tried: place, reason, cost
+
+def _key(t): return getattr(t, '__func__', t) # each look at a method makes a new object
 
 class TfmPlacement:
     "Where each of `tfms` runs, why, and at what cost"
@@ -167,12 +169,12 @@ class TfmPlacement:
         mode:str='auto', # 'auto': on the device what is clean there; 'host', 'device': all of them
     ):
         if mode not in self.modes: raise ValueError(f"`batch_tfms` can be one of {self.modes}. Got {mode!r}.")
-        self.mode,self.is_pipe = mode,isinstance(tfms, Pipeline)
+        self.mode,self.is_pipe,self.dev = mode,isinstance(tfms, Pipeline),None
         self.tfms = [t for t in tfms.fs if t.name!='noop'] if self.is_pipe else [] if _is_noop(tfms) else [tfms]
 
     def _verdict(self, t):
         if self.mode!='auto': return self.mode,f"batch_tfms='{self.mode}'",''
-        return ('device', 'clean on the device', 'none') if _is_clean(t) else _verdicts.get(t, ('', 'tried with the first batch', ''))
+        return ('device', 'clean on the device', 'none') if _is_clean(t) else _verdicts.get(_key(t), ('', 'tried with the first batch', ''))
 
     @property
     def undecided(self): return [t for t in self.tfms if not self._verdict(t)[0]]
@@ -191,19 +193,17 @@ class TfmPlacement:
         return res
 
     def decide(self,
-        b, # A batch of the host, as it comes to the transforms; left as it is
+        b, # A batch of the host, as it comes to the transforms; it is left as it is
         n:int=4, # Samples of it to try with
     ):
         "Try the transforms that are not known on `b`, once"
-        todo,dev = self.undecided,xla_device()
+        todo,dev = self.undecided,self.dev or xla_device()
         if todo: b = map_tensors(lambda ts: [(t[:n] if t.ndim else t).clone() for t in ts], b, select=_on_cpu)
-        for t in self.tfms:
+        for t in self.tfms if todo else ():
+            res,split_idx = None,getattr(t, 'split_idx', None) or 0
+            if t is todo[0]: _verdicts[_key(t)],res = _judge(self._compose([_tfm_to(deepcopy(todo.pop(0)), dev)], split_idx), b, dev)
             if not todo: break
-            res = None
-            if t in todo:
-                todo.remove(t)
-                _verdicts[t],res = _judge(self._compose([_tfm_to(deepcopy(t), dev)], 0), b, dev)
-            if todo: b = self._compose([deepcopy(t)], 0)(b) if res is None else res
+            b = self._compose([deepcopy(t)], split_idx)(b) if res is None else res
         return self
 
     def _compose(self, tfms, split_idx):
@@ -224,6 +224,7 @@ class TfmPlacement:
 
     def device(self, device, split_idx=None):
         "The device's part, with its parameters on `device`"
+        self.dev = device
         return self._part(lambda: self._compose([_tfm_to(t, device) for t in self.tfms[self.n_host:]], split_idx))
 
     def __repr__(self):
