@@ -19,7 +19,7 @@ from fastai.basics import L, Transform, unsqueeze
 from fastai.vision.core import TensorImage, TensorMask, TensorPoint
 from timm.data.random_erasing import RandomErasing as TimmErasing
 from .patches import _on_xla, _replaces
-from .placement import _send, _clean_tfms
+from .placement import _send, _clean_tfms, _n_drawn
 
 # %% ../nbs/04_augment.ipynb #source
 def _raw(t): return t.as_subclass(torch.Tensor)
@@ -117,9 +117,15 @@ def _first(b):
     while isinstance(b, tuple): b = b[0]
     return b
 
+def _unpadded(shape): return (_n_drawn.get() or shape[0], *shape[1:])
+
+def _sent(ts, x):
+    "The tensors of the host `ts` on the device of `x`, each as long as `x`: what belongs to padding repeats the first"
+    return _send([torch.cat([t, t[:1].expand(len(x)-len(t), *t.shape[1:])]) for t in ts], x.device)
+
 def _stand_in(x):
-    "Zeros on the host with shape, types and metadata of `x`"
-    res = torch.zeros((), dtype=x.dtype).expand(x.shape).as_subclass(type(x))
+    "Zeros on the host with type and metadata of `x`, and its shape without padding"
+    res = torch.zeros((), dtype=x.dtype).expand(_unpadded(x.shape)).as_subclass(type(x))
     res.__dict__.update(x.__dict__)
     return res
 
@@ -128,7 +134,7 @@ def _draw_affine(old, self, b, split_idx):
     x = _first(b)
     if not _on_xla(x): return old(self, b, split_idx)
     old(self, _stand_in(x), split_idx)
-    self.mat, = _send([self.mat], x.device)
+    self.mat, = _sent([self.mat], x)
 
 @_replaces(faug.SpaceTfm, 'before_call', 'fastai 2.8', 'drawn on the device: other draws than on the CPU')
 def _draw_lighting(old, self, b, split_idx):
@@ -136,12 +142,12 @@ def _draw_lighting(old, self, b, split_idx):
     if not _on_xla(x): return old(self, b, split_idx)
     old(self, _stand_in(x), split_idx)
     fs = [f for f in self.fs if hasattr(f, 'change')]
-    for f,change in zip(fs, _send([f.change for f in fs], x.device)): f.change = change
+    for f,change in zip(fs, _sent([f.change for f in fs], x)): f.change = change
 
 @_replaces(faug, 'apply_perspective', 'fastai 2.8', '`if (w==0).any()` read the device, and a float32 matrix product, which a TPU rounds to bfloat16')
 def _apply_perspective(old, coords, coeffs):
     if not _on_xla(coords): return old(coords, coeffs)
-    if not _on_xla(coeffs): coeffs, = _send([coeffs], coords.device)
+    if not _on_xla(coeffs): coeffs, = _sent([coeffs], coords)
     c = _raw(coeffs).reshape(-1, 8, *[1]*(coords.ndim-2))
     x,y = _raw(coords).unbind(-1)
     w = c[:,6]*x + c[:,7]*y + 1
@@ -229,7 +235,7 @@ def _timm_erase(old, self, input):
     if not _on_xla(input): return old(self, input)
     x,t,made = _raw(input if input.ndim==4 else input[None]),copy(self),[]
     t.device = 'meta' if self.per_pixel else 'cpu'
-    old(t, _Notes(input.shape, input.dtype, made))
+    old(t, _Notes(_unpadded(input.shape) if input.ndim==4 else input.shape, input.dtype, made))
     n,c,h,w = x.shape
     boxes,colours,count = torch.zeros(self.max_count, n, 4, dtype=torch.int32),torch.zeros(self.max_count, n, c, 1, 1, dtype=x.dtype),[0]*n
     for i,(_,ys,xs),v in made:

@@ -16,7 +16,7 @@ from fastai.torch_basics import explode_types
 from fastai.basics import TfmdDL, DataLoader, apply, set_seed, to_detach
 from fastai.data.load import _loaders
 from .runtime import torch_xla
-from .placement import TfmPlacement, map_tensors, to_host
+from .placement import TfmPlacement, drawn_for, map_tensors, to_host
 
 # %% ../nbs/05_data.ipynb #upload
 def _on_cpu(o): return isinstance(o, torch.Tensor) and o.device.type=='cpu'
@@ -153,7 +153,7 @@ class XLADL(TfmdDL):
                     draws = self.turns.needed = not _same_state(start, state)
                     if draws: set_seed(np.random.randint(2**31))
                     self._note_types(b)
-                yield dev_tfms(b)
+                yield self._on_device(dev_tfms, b)
             if isinstance(self.dl, DataLoader): self.dl.after_iter()
         finally:
             stop.set()
@@ -163,6 +163,9 @@ class XLADL(TfmdDL):
             if 'it' in getattr(self.dl, '__dict__', ()): del self.dl.it
             if draws: _set_rng_state(state)
             self.on_end()
+
+    def _on_device(self, tfms, b):
+        with drawn_for(self.real): return tfms(b)
 
     def _note_types(self, b):
         "Spare a stream fastai's look at one more sample to learn the number of inputs: the background thread reads there"
