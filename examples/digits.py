@@ -1,8 +1,8 @@
-"""A fastai Learner trains on 1,797 real handwritten digits through PyTorch/XLA: on a TPU core, or on XLA's CPU device.
+"""A fastai Learner trains on 1,797 real handwritten digits through PyTorch/XLA: on TPU cores, or on XLA's CPU devices.
 
-    python examples/digits.py --epochs 6 --out out        (or, where the package is installed: fastai-xla demo)
+    python examples/digits.py --epochs 6 --cores 8 --out out        (or, where the package is installed: fastai-xla demo)
 
-All but `.to_tpu()` is plain fastai. Writes two plots and the model, and loads the model again in a process without XLA.
+All but `.to_tpu()` and `.to_tpu_distributed()` is plain fastai. Writes two plots and the model, and loads the model again in a process without XLA.
 """
 import subprocess, sys, time
 
@@ -31,18 +31,19 @@ def get_dls(path, bs=64):
                       batch_tfms=[Rotate(10), Zoom(0.9, 1.1), Normalize.from_stats([0.5], [0.5])])
     return block.dataloaders(path, bs=bs, num_workers=0)
 
-def train(dls, out, epochs):
+def train(dls, out, epochs, cores):
     "The main job: an unchanged Learner, and one call"
     model = timm.create_model('test_resnet', num_classes=dls.c, in_chans=1)
-    learn = Learner(dls, model, metrics=accuracy, path=out).to_tpu()
+    learn = Learner(dls, model, metrics=accuracy, path=out)
+    learn = learn.to_tpu() if cores==1 else learn.to_tpu_distributed(n_cores=cores)
     learn.fit_one_cycle(epochs, 1e-2)
     return learn
 
 def plot_curves(learn, file):
     "Losses and accuracy over the epochs"
-    rec,n = learn.recorder,len(learn.dls.train)
+    rec = learn.recorder
     _,valid,acc = zip(*rec.values)
-    ends = range(1, len(acc)+1)
+    ends,n = range(1, len(acc)+1),len(rec.losses)/len(acc)
     fig = Figure(figsize=(10,4), layout='constrained')
     loss,score = fig.subplots(1, 2)
     loss.plot([(i+1)/n for i in range(len(rec.losses))], rec.losses, color='tab:blue', label='training (smoothed)')
@@ -91,14 +92,15 @@ def predict_without_xla(export, images):
 @call_parse
 def main(
     epochs:int=6, # Epochs to train
+    cores:int=1, # Number of cores, virtual ones where there is no TPU
     out:Path='out', # Directory for images, plots and the model
 ):
     "Train on real handwritten digits, plot, save, and load again without XLA"
     start,out = time.time(),Path(out)
     write_images(out/'digits')
     set_seed(42, reproducible=True)
-    dls = get_dls(out/'digits')
-    learn = train(dls, out, epochs)
+    dls = get_dls(out/'digits', bs=64//cores)
+    learn = train(dls, out, epochs, cores)
     secs = time.time()-start
 
     plot_curves(learn, out/'curves.png')
@@ -114,4 +116,4 @@ def main(
     print(f"Without XLA  plain fastai loads digits.pkl and gives {same} of {len(probs)} predictions the same, "
           f"probabilities within {(again-probs).abs().max():.0e}")
     print(f"Done: {(probs.argmax(1)==targs).float().mean():.2%} of {len(targs)} held-out digits right, "
-          f"{epochs} epochs in {secs:.0f} s on {next(learn.model.parameters()).device} ({device_kind()})")
+          f"{epochs} epochs in {secs:.0f} s on {cores} {device_kind()} core{'' if cores==1 else 's'}")

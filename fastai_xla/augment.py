@@ -212,9 +212,9 @@ def _cutout(old, x, areas):
     inside = _inside(_send([boxes], x.device)[0], *x.shape[-2:]).any(0)
     return torch.where(inside, torch.randn_like(_raw(x)), _raw(x)).as_subclass(type(x))
 
-@_replaces(faug.RandTransform, '__call__', 'fastai 2.8', '`RandomErasing` compiled the step once with and once without it')
-def _rand_call(old, self, b, split_idx=None, **kwargs):
-    if not (isinstance(self, faug.RandomErasing) and _on_xla(_first(b))): return old(self, b, split_idx=split_idx, **kwargs)
+@_replaces(faug.RandomErasing, '__call__', 'fastai 2.8', 'the step was compiled once with and once without it')
+def _maybe_erase(old, self, b, split_idx=None, **kwargs):
+    if not _on_xla(_first(b)): return old(self, b, split_idx=split_idx, **kwargs)
     self.before_call(b, split_idx=split_idx)
     t,state = copy(self),random.getstate()
     if not t.do: t.sl = t.sh = 0

@@ -15,7 +15,7 @@ from fastcore.all import L, patch, defaults
 from fastai.basics import Learner, Callback, TrainEvalCallback
 from .runtime import torch_xla, xla_device
 from .placement import TfmPlacement, move_learner
-from .data import XLADL
+from .data import XLADL, _base_seed
 from .metrics import HostQueue, DeviceMetric, device_metric
 import fastai_xla.patches
 
@@ -57,11 +57,7 @@ class TPUTrainer(Callback):
         torch_xla.manual_seed(self._seed())
         self._hold()
 
-    def _seed(self):
-        "A seed for the device that follows `set_seed` and draws nothing from torch's generator"
-        g = torch.Generator()
-        g.set_state(torch.get_rng_state())
-        return int(torch.randint(2**31, (), generator=g))
+    def _seed(self): return _base_seed()
 
     def _hold(self):
         "Put model and optimizer on the device; until `release`, `dls.device` is the device too, as fastai expects"
@@ -72,7 +68,9 @@ class TPUTrainer(Callback):
     def _start(self, pad):
         self._hold()
         _map_meters(self.learn, partial(device_metric, queue=self.queue))
-        self.learn.dl = XLADL(self.dl, self.device, self.batch_tfms, pad=pad, on_end=self.release)
+        self.learn.dl = self._loader(self.dl, batch_tfms=self.batch_tfms, pad=pad, on_end=self.release)
+
+    def _loader(self, dl, **kwargs): return XLADL(dl, self.device, **kwargs)
 
     def before_train(self):
         if len(self.dl)==0: raise ValueError(_no_batches(self.dl))
@@ -162,4 +160,4 @@ def tpu_ctx(self:Learner,
 @patch(as_prop=True)
 def tfm_placement(self:Learner):
     "Which batch transforms of the training set run where, and why"
-    return self.tpu_trainer.tfm_placement
+    return next(cb.tfm_placement for cb in self.cbs if hasattr(type(cb), 'tfm_placement'))

@@ -12,7 +12,7 @@ import argparse, subprocess, sys
 from pathlib import Path
 
 import fastai_xla
-from .runtime import doctor
+from .runtime import device_kind, doctor, n_cores
 
 # %% ../nbs/14_cli.ipynb #example
 def _example(
@@ -34,8 +34,16 @@ def _doctor(args):
     return int(not d.ok)
 
 def _demo(args):
-    "Run examples/digits.py"
-    return subprocess.run([sys.executable, _example('digits.py'), *args]).returncode
+    "Run examples/digits.py: on one core, then on all; with `--cores` on so many"
+    p = argparse.ArgumentParser(add_help=False)
+    p.add_argument('--cores'); p.add_argument('--out', default='out')
+    a,rest = p.parse_known_args(args)
+    most = n_cores() if device_kind()=='TPU' else 8
+    for n in [a.cores] if a.cores else dict.fromkeys((1, most)):
+        out = a.out if a.cores or n==1 else Path(a.out)/f'{n}_cores'
+        code = subprocess.run([sys.executable, _example('digits.py'), '--cores', str(n), '--out', str(out), *rest]).returncode
+        if code or '--help' in rest: return code
+    return 0
 
 # %% ../nbs/14_cli.ipynb #main
 def main(

@@ -8,18 +8,22 @@ Docs: https://fastai-xla.github.io/fastai_xla/patches.html.md"""
 __all__ = ['Patch', 'patches_in_force', 'undo_patches', 'apply_patches']
 
 # %% ../nbs/01_patches.ipynb #imports
-from functools import wraps
-import plum, torch, fastai.optimizer, fastai.text.models.core
-from fastai.basics import Learner
-from fastcore.all import L, store_attr
+import sys, threading
+from copy import deepcopy
+from functools import partial, reduce, update_wrapper
+from types import FunctionType, MethodType
+import cloudpickle, plum, torch, fastai.optimizer, fastai.text.models.core
+from fastai.basics import Learner, Callback, Recorder, Metric, DataLoader, Transform, CancelBatchException, join_path_file
+from fastcore.all import L, noop, store_attr
 from fastai.callback.fp16 import MixedPrecision
-from fastai.callback.progress import ProgressCallback
+from fastai.callback.progress import CSVLogger, ProgressCallback
+from fastai.callback.training import GradientAccumulation
 from fastai.optimizer import debias
 from torch.jit._builtins import _find_builtin, _register_builtin
 
 # %% ../nbs/01_patches.ipynb #Patch
 class Patch:
-    "A function of `owner` that fastai_xla replaces"
+    "A function of `owner` that fastai_xla replaces or adds"
     def __init__(self,
         owner, # Module or class that holds the function
         name:str, # The function's name there
@@ -28,25 +32,25 @@ class Patch:
         versions:str, # Where the fault was seen
     ):
         store_attr()
-        self.old = vars(owner)[name]
+        self.old = vars(owner).get(name)
     def apply(self): setattr(self.owner, self.name, self.new)
-    def undo(self): setattr(self.owner, self.name, self.old)
+    def undo(self):
+        if self.old is not None: setattr(self.owner, self.name, self.old)
+        elif self.in_force: delattr(self.owner, self.name)
     @property
-    def in_force(self): return vars(self.owner)[self.name] is self.new
+    def in_force(self): return vars(self.owner).get(self.name) is self.new
     def __repr__(self): return f'{self.owner.__name__}.{self.name} ({self.versions}): {self.why}'
 
 # %% ../nbs/01_patches.ipynb #registry
 _patches = L()
 
 def _replaces(owner, name, versions, why):
-    "Decorator: `f(old, *args)` takes the place of `owner.name`"
+    "Decorator: `f(old, *args)` takes the place of `owner.name`; `old` is None where there is none"
     def _inner(f):
-        old = vars(owner)[name]
-        @wraps(old)
+        old = getattr(owner, name, None)
         def new(*args, **kwargs): return f(old, *args, **kwargs)
-        op = _find_builtin(old)
-        if op: _register_builtin(new, op)
-        _patches.append(Patch(owner, name, new, why, versions))
+        if op := _find_builtin(old): _register_builtin(new, op)
+        _patches.append(Patch(owner, name, update_wrapper(new, old or f), why, versions))
         _patches[-1].apply()
         return new
     return _inner
@@ -90,6 +94,45 @@ def _progress_after_batch(old, self):
     known = getattr(loss, 'newest', loss)
     if known is not None: self.pbar.comment = f'{known.item():.4f}'
 
+# %% ../nbs/01_patches.ipynb #phase
+@_replaces(Learner, '_with_events', 'fastai 2.8', 'no event of a callback can run a whole fit in other processes and bring its result home')
+def _with_events(old, self, f, event_type, ex, final=noop):
+    away = [cb for cb in self.cbs if hasattr(type(cb), 'run_phase')] if event_type in ('fit','validate') else ()
+    if away and away[0].takes(event_type): return away[0].run_phase(event_type, final)
+    return old(self, f, event_type, ex, final)
+
+# %% ../nbs/01_patches.ipynb #accumulation
+def _step_size(cb):
+    "Number of samples of this batch on all replicas; None if there is one"
+    sizes = getattr(type(cb.learn.dl), 'step_sizes', None)
+    return sizes and sizes(cb.learn.dl, cb.iter)[1]
+
+@_replaces(GradientAccumulation, 'after_loss', 'fastai 2.8', 'it counted the samples of one replica')
+def _accumulation_after_loss(old, self):
+    n = _step_size(self)
+    if n is None: return old(self)
+    self.learn.loss_grad /= self.n_acc/n
+
+@_replaces(GradientAccumulation, 'before_step', 'fastai 2.8', 'it counted the samples of one replica')
+def _accumulation_before_step(old, self):
+    n = _step_size(self)
+    if n is None: return old(self)
+    self.learn.loss_grad *= self.n_acc/n
+    self.count += n
+    if self.count<self.n_acc: raise CancelBatchException()
+    self.count = 0
+
+# %% ../nbs/01_patches.ipynb #replica-load
+_loading = threading.Lock()
+
+@_replaces(Learner, 'load', 'fastai 2.8, torch 2.8-2.9', "replicas that are threads of one process disturbed each other's `torch.serialization.safe_globals`")
+def _load(old, self, file, *args, **kwargs):
+    own,shared = self.path,vars(self).get('shared_path')
+    if shared is not None and not join_path_file(file, own/self.model_dir, ext='.pth').exists(): self.path = shared
+    try:
+        with _loading: return old(self, file, *args, **kwargs)
+    finally: self.path = own
+
 # %% ../nbs/01_patches.ipynb #larc
 @_replaces(fastai.optimizer, 'larc_layer_lr', 'fastai 2.8', '`min(lr, local_lr)` read the device once a parameter')
 def _larc_layer_lr(old, p, lr, trust_coeff, wd, eps, clip=True, **kwargs):
@@ -127,6 +170,97 @@ def _lookahead_load_state_dict(old, self, sd):
     old(self, sd)
     if self.slow_weights is not None: self.slow_weights = L(L(s.to(p.device) for s,p in zip(*o)) for o in zip(self.slow_weights, self.param_lists))
 
+# %% ../nbs/01_patches.ipynb #by-value
+def _has_name(f):
+    "Does pickle find the function `f` by its name?"
+    try: return reduce(getattr, f.__qualname__.split('.'), sys.modules[f.__module__]) is f
+    except (AttributeError, KeyError): return False
+
+def _needs_value(o):
+    "Is `o` made of a function that pickle does not find?"
+    if isinstance(o, FunctionType): return not _has_name(o)
+    if isinstance(o, partial): return _needs_value(o.func)
+    if isinstance(o, MethodType): return _needs_value(o.__func__) and getattr(type(o.__self__), o.__name__, None) is not o.__func__
+    return isinstance(o, plum.Function) and any(_needs_value(m.implementation) for m in o.methods)
+
+def _method(f, o): return MethodType(f, o)
+
+class _ByValue:
+    "Stands for `o` in a state, and is pickled as its value"
+    def __init__(self, o): self.o = o
+    def __deepcopy__(self, memo): return deepcopy(self.o, memo)
+    def __reduce__(self):
+        o = self.o
+        if isinstance(o, MethodType): return _method, (_by_value(o.__func__), o.__self__)
+        if isinstance(o, partial): return partial, (f:=_by_value(o.func),), (f, o.args, o.keywords, None)
+        return cloudpickle.loads, (cloudpickle.dumps(o),)
+
+cloudpickle.Pickler.dispatch_table[_ByValue] = lambda o: (noop, (o.o,))
+
+def _replace(o, test, f, deep=2):
+    "`o` with what `test` finds in it replaced by `f` of it; `o` itself where there is nothing"
+    if test(o): return f(o)
+    if type(o) in (list,tuple) and any(map(test, o)): return type(o)(f(v) if test(v) else v for v in o)
+    if type(o) is not dict or not deep: return o
+    res = {k: _replace(v, test, f, deep-1) for k,v in o.items()}
+    return res if any(v is not o[k] for k,v in res.items()) else o
+
+def _by_value(o): return _replace(o, _needs_value, _ByValue)
+
+def _itself(o): return _replace(o, lambda v: isinstance(v, _ByValue), lambda v: v.o)
+
+# %% ../nbs/01_patches.ipynb #state
+def _getstate(old, self):
+    state = old(self) if old else vars(self)
+    return {k: _by_value(v) for k,v in (state or {}).items()}
+
+def _setstate(old, self, state):
+    state = {k: _itself(v) for k,v in state.items()}
+    if old: old(self, state)
+    else: vars(self).update(state)
+
+for _owner in (Learner, Callback, Metric, Transform):
+    _replaces(_owner, '__getstate__', 'fastai 2.8', 'pickle refused lambdas and local functions, so also every Learner in the middle of `fit_one_cycle`')(_getstate)
+    _replaces(_owner, '__setstate__', 'fastai 2.8', "`copy.copy` would get what stands for a function in `__getstate__`'s state")(_setstate)
+
+@_replaces(DataLoader, '__getstate__', 'fastai 2.8', 'nothing took a Learner in the middle of a fit: the iterator over its dataset and the lock of an XLA loader stay behind')
+def _dl_getstate(old, self): return {k: v for k,v in _getstate(None, self).items() if k not in ('it','turns')}
+
+_replaces(DataLoader, '__setstate__', 'fastai 2.8', "see `Learner.__setstate__`")(_setstate)
+
+# %% ../nbs/01_patches.ipynb #grads
+_BaseOptimizer = fastai.optimizer._BaseOptimizer
+
+@_replaces(_BaseOptimizer, '__getstate__', 'fastai 2.8, torch_xla 2.8-2.9', 'gradients were lost; `xm.optimizer_step` and `xm.reduce_gradients` raised for more than one replica')
+def _opt_getstate(old, self):
+    return {**vars(self), 'param_groups': self.param_groups, 'grads': [(p, p.grad) for pg in self.param_lists for p in pg if p.grad is not None]}
+
+@_replaces(_BaseOptimizer, '__setstate__', 'fastai 2.8', 'gradients were lost')
+def _opt_setstate(old, self, state):
+    vars(self).update({k: v for k,v in state.items() if k not in ('param_groups','grads')})
+    for p,g in state.get('grads', ()): p.grad = g
+
+# %% ../nbs/01_patches.ipynb #recorder
+@_replaces(Recorder, '__getstate__', 'fastai 2.8', 'losses, learning rates and values were lost, and a copy in the middle of a fit could not go on')
+def _recorder_getstate(old, self):
+    kept = () if getattr(self.learn, 'opt', None) is None else self._stateattrs
+    return {**old(self), **{k: v for k,v in vars(self).items() if k in kept}}
+
+# %% ../nbs/01_patches.ipynb #csv-logger
+@_replaces(CSVLogger, '__getstate__', 'fastai 2.8', 'after its first fit nothing took it or its Learner, because of the file')
+def _csv_getstate(old, self):
+    state = old(self)
+    f = state.pop('file', None)
+    if f and not f.closed: f.flush()
+    return state
+
+def _reopen(old, self, *args):
+    if 'file' not in vars(self): self.file = (self.path/self.fname).open('a')
+    old(self, *args)
+
+_replaces(CSVLogger, '_write_line', 'fastai 2.8', 'a copy has no file, see `__getstate__`')(_reopen)
+_replaces(CSVLogger, 'after_fit', 'fastai 2.8', 'a copy has no file, see `__getstate__`')(_reopen)
+
 # %% ../nbs/01_patches.ipynb #batch-norm
 @_replaces(torch, 'batch_norm', 'torch_xla 2.8-2.9', 'the running variance was biased: divided by `n` where torch divides by `n-1`')
 def _batch_norm(old, input, weight, bias, running_mean, running_var, training, *args):
@@ -139,12 +273,21 @@ def _batch_norm(old, input, weight, bias, running_mean, running_var, training, *
 
 # %% ../nbs/01_patches.ipynb #deepcopy
 def _deepcopy(old, self, memo):
-    res = old(self, memo)
+    res = old(self, memo) if self.is_leaf or 'values' not in memo else old(self.detach(), {})
     if _on_xla(self): res.data = self.detach().cpu().to(self.device)
     return res
 
 for _owner in (torch.Tensor, torch.nn.Parameter):
     _replaces(_owner, '__deepcopy__', 'torch_xla 2.8-2.9', 'a copy that was read shared its buffer with the original, and the next training step destroyed both')(_deepcopy)
+
+# %% ../nbs/01_patches.ipynb #deepcopy-learner
+@_replaces(Learner, '__deepcopy__', 'fastai 2.8', 'a Learner that held a loss with its graph was refused')
+def _deepcopy_learner(old, self, memo):
+    memo['values'] = True
+    f,args,state,*_ = self.__reduce_ex__(4)
+    res = memo[id(self)] = f(*args)
+    res.__setstate__(deepcopy(state, memo))
+    return res
 
 # %% ../nbs/01_patches.ipynb #dispatch
 @_replaces(plum.Function, '_resolve_method_with_cache', 'plum-dispatch 2.9, Python 3.11', 'half-transformed batches stayed alive until the garbage collector ran, and XLA compiled the step again with and without them')

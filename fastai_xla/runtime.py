@@ -6,11 +6,11 @@ Docs: https://fastai-xla.github.io/fastai_xla/runtime.html.md"""
 
 # %% auto #0
 __all__ = ['torch_xla', 'xm', 'xr', 'met', 'XLANotInstalled', 'XLAVersionMismatch', 'xla_available', 'require_xla', 'device_kind',
-           'n_cores', 'runtime_started', 'rank', 'world_size', 'is_main', 'xla_device', 'Check', 'Checkup', 'doctor',
-           'in_notebook']
+           'n_cores', 'runtime_started', 'rank', 'world_size', 'is_main', 'xla_device', 'gather_objects', 'from_main',
+           'Check', 'Checkup', 'doctor', 'in_notebook']
 
 # %% ../nbs/00_runtime.ipynb #imports
-import glob, logging, os, re, sys
+import glob, logging, os, pickle, re, sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -190,6 +190,33 @@ def xla_device():
     dev = _start()
     if not _has_backward_threads(): torch.autograd.set_multithreading_enabled(False)
     return dev
+
+# %% ../nbs/00_runtime.ipynb #exchange
+def gather_objects(
+    o # Anything that can be pickled
+):
+    "`o` of each rank, in the order of ranks; every rank must call this"
+    if world_size()==1: return [o]
+    b = pickle.dumps(o)
+    res = _gather_bytes(b[:_chunk-8], len(b), _chunk)
+    if max(n for n,_ in res)>_chunk-8: res = _gather_bytes(b, len(b), 1 << (max(n for n,_ in res)+7).bit_length())
+    return [pickle.loads(o) for _,o in res]
+
+_chunk = 4096
+
+def _gather_bytes(b, n, size):
+    "`(n, b)` of each rank, in one transfer of `size` bytes a rank, so that few sizes are ever compiled"
+    torch_xla.sync()
+    data = torch.frombuffer(bytearray(n.to_bytes(8, 'little') + b.ljust(size-8, b'\0')), dtype=torch.uint8)
+    rows = xm.all_gather(data.to(xla_device())[None], pin_layout=False).cpu().numpy()
+    ns = [int.from_bytes(r[:8].tobytes(), 'little') for r in rows]
+    return [(n, r[8:8+n].tobytes()) for n,r in zip(ns, rows)]
+
+def from_main(
+    f # Called on the main rank alone
+):
+    "What `f()` returned on the main rank; every rank must call this"
+    return gather_objects(f() if is_main() else None)[0]
 
 # %% ../nbs/00_runtime.ipynb #checkup
 @dataclass

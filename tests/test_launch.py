@@ -1,0 +1,156 @@
+"`tpu_launch` and `TPUPool` in scripts and tests: what travels, what fails and how, and that nothing is left behind."
+import os, signal, sys, time
+
+import psutil, pytest, torch
+
+from fastai_xla.launch import *
+from fastai_xla.launch import _pack_error, _raise_error
+from fastai_xla.runtime import world_size
+from fresh import repo, run
+
+def left(): return [o for o in psutil.process_iter(['cmdline']) if f', {os.getpid()}, ' in ' '.join(o.info['cmdline'] or []) and o.status()!='zombie']
+
+@pytest.fixture(scope='module')
+def pool():
+    "In a process that has trained on the CPU"
+    (torch.ones(2, requires_grad=True)*2).sum().backward()
+    with TPUPool(2) as p: yield p
+
+# ---- what travels
+
+script = '''
+import os, sys, traceback
+from fastai_xla.launch import *
+class Point:
+    def __init__(self, x): self.x = x
+    def __eq__(self, o): return isinstance(o, Point) and self.x==o.x
+scale = 10
+def times(p): return Point(p.x*scale)
+def add(rank, p): return Point(times(p).x + rank)
+k = 5
+def boom(rank):
+    if rank==1: raise ValueError('boom')
+try: tpu_launch(boom, n_cores=2)
+except LaunchError: traceback.print_exc()
+pool = TPUPool(2)
+res = pool.run(add, Point(2))
+print(res == [Point(20), Point(21)], type(res[0]) is Point)
+print(pool.run(lambda rank, *a: (rank, a, k, sys.argv[1:]), 1, 'b'))
+print(pool.run(lambda rank: os.getpid())[0])'''
+
+def test_script_without_a_guard(tmp_path):
+    "it fails, goes on, and ends with a pool that is open"
+    (tmp_path/'script.py').write_text(script)
+    res = run(tmp_path/'script.py', '--flag', PYTHONPATH=str(repo))
+    *out,pid = res.stdout.splitlines()
+    assert out == ['True True', "[(0, (1, 'b'), 5, ['--flag']), (1, (1, 'b'), 5, ['--flag'])]"], res.stderr
+    assert 'Rank 1 failed' in res.stderr and "if rank==1: raise ValueError('boom')" in res.stderr and res.stderr.strip().endswith('ValueError: boom')
+    assert not psutil.pid_exists(int(pid))
+
+def grad(rank):
+    x = torch.ones(2, device='xla', requires_grad=True)
+    (3*x).sum().backward()
+    return x.grad.tolist()
+
+def test_after_cpu_training(pool): assert pool.run(grad) == [[3.,3.]]*2
+
+def test_modules_of_the_users_path(pool, tmp_path, monkeypatch):
+    pool.run(grad)
+    (tmp_path/'mine.py').write_text('def f(rank): return __file__, rank')
+    monkeypatch.syspath_prepend(tmp_path)
+    from mine import f
+    assert pool.run(f) == [(f'{tmp_path}/mine.py', r) for r in range(2)]
+
+def test_cores_of_the_environment(monkeypatch):
+    monkeypatch.setenv('CPU_NUM_DEVICES', '3')
+    assert TPUPool().n_cores == 3
+    monkeypatch.delenv('CPU_NUM_DEVICES')
+    assert TPUPool().n_cores == 8
+
+# ---- what is refused
+
+def test_errors_before_anything_starts():
+    before = left()
+    for n in (0, -1):
+        with pytest.raises(ValueError, match=f'{n} cores were asked for: ask for at least 1'): tpu_launch(print, n_cores=n)
+    with pytest.raises(TypeError, match=r"args\[1\]\['file'\] cannot be sent to or from a replica"): tpu_launch(print, 1, dict(a=1, file=open(__file__, 'rb')), n_cores=2)
+    assert left() == before
+
+@pytest.mark.parametrize('kind', ['TPU','NEURON'])
+def test_kinds_of_device(kind, monkeypatch):
+    monkeypatch.setenv('PJRT_DEVICE', kind)
+    with pytest.raises(ValueError, match=f'PJRT_DEVICE={kind}, but no TPU chip was found: set PJRT_DEVICE=CPU for virtual cores, and restart Python'): tpu_launch(print)
+
+@pytest.fixture
+def tpu(monkeypatch):
+    "What `_layout` sees on TPU machines; the number of processes is torch_xla's own arithmetic"
+    import fastai_xla.launch as l
+    def _set(chips, cores):
+        monkeypatch.setattr(l, 'device_kind', lambda: 'TPU')
+        monkeypatch.setattr(l, '_cores_here', lambda: cores)
+        monkeypatch.setattr(l._tpu, 'num_available_chips', lambda: chips)
+        return l._layout
+    return _set
+
+@pytest.mark.parametrize('chips,cores', [(1,1), (4,4), (8,8), (4,8)])
+def test_layout_of_tpus(tpu, chips, cores):
+    layout = tpu(chips, cores)
+    assert layout() == layout(cores) == (cores, chips, {}) and layout(1) == (1, 1, {})
+    with pytest.raises(ValueError, match=f'16 cores were asked for, and this TPU has {cores}'): layout(16)
+    with pytest.raises(ValueError, match='0 cores were asked for, and'): layout(0)
+
+def test_subset_of_a_tpu(tpu):
+    with pytest.raises(ValueError, match='2 cores were asked for, and this TPU has 4: use n_cores=4, or None'): tpu(4, 4)(2)
+
+# ---- what fails
+
+class Odd(Exception):
+    def __init__(self, a, b): super().__init__(a)
+
+def error(f):
+    try: f()
+    except BaseException as e: return e
+
+def odd(): raise Odd(1, 2)
+def local():
+    class Mine(Exception): lock = __import__('threading').Lock()
+    raise Mine('locked')
+
+@pytest.mark.parametrize('f,text,cause', [(odd, 'test_launch.Odd: 1', type(None)), (local, 'Mine: locked', type(None)), (lambda: sys.exit(4), 'SystemExit: 4', SystemExit),
+                                          (lambda: 1/0, 'in <lambda>.*1/0.*ZeroDivisionError', ZeroDivisionError)], ids='odd local exit zero'.split())
+def test_errors_that_travel(f, text, cause):
+    "with the exception, where it can be pickled both ways"
+    with pytest.raises(LaunchError, match='(?s)Rank 3 failed.*'+text) as e: _raise_error(3, _pack_error(error(f)))
+    assert e.value.rank == 3 and isinstance(e.value.__cause__, cause)
+
+def fail(rank, how):
+    if rank==1: how()
+    time.sleep(100)
+
+def launch_with_a_child():
+    "the child is like the worker of a DataLoader"
+    if os.fork()==0: time.sleep(100)
+    tpu_launch(print, n_cores=2)
+
+@pytest.mark.parametrize('how,text,cause,rank', [
+    (launch_with_a_child, '(?s)Rank 1 failed.*in launch_with_a_child.*RuntimeError: This is a replica already', RuntimeError, 1),
+    (lambda: sys.exit(0), 'SystemExit: 0', SystemExit, 1),
+    (lambda: os.kill(os.getpid(), signal.SIGKILL), 'The process of ranks 0, 1 was killed by SIGKILL', type(None), None)], ids='launch exit kill'.split())
+def test_failures(pool, how, text, cause, rank):
+    pool.run(grad)
+    assert left()
+    start = time.time()
+    with pytest.raises(LaunchError, match=text) as e: pool.run(fail, how)
+    assert time.time()-start < 5 and not pool.is_open
+    assert e.value.rank == rank and isinstance(e.value.__cause__, cause)
+    time.sleep(.2)
+    assert not left()
+
+def test_one_core_and_a_result_that_cannot_be_sent():
+    def f(r, x):
+        if r!=0 or world_size()!=1: return 'more'
+        return [x, open(__file__, 'rb')] if x else x
+    with TPUPool(1) as p:
+        assert p.run(f, 0) == [0]
+        with pytest.raises(LaunchError, match=r"(?s)result\[1\] cannot be sent to or from a replica.*BufferedReader"): p.run(f, 1)
+    assert not left()

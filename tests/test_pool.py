@@ -1,0 +1,375 @@
+"A pool of replicas that stays: speed of the second call, messages, Ctrl-C, idleness, shared memory, and one process per core."
+import os, signal, subprocess, sys, threading, time
+
+import numpy as np, psutil, pytest, torch
+
+from fastai_xla.launch import *
+from fastai_xla.launch import _noted_interrupts, _start_process
+from fastai_xla.monitor import xla_counts
+from fastai_xla.runtime import rank, world_size, xm
+from fresh import repo
+
+@pytest.fixture(scope='module')
+def pool():
+    "Tests that end it stand below those that do not: the next one has to open it again"
+    with TPUPool(2) as p: yield p
+
+def runs(pid): return psutil.pid_exists(pid) and psutil.Process(pid).status()!='zombie'
+
+def gone(pids, seconds=8):
+    "Whether all processes of `pids` have ended within `seconds`"
+    until = time.time() + seconds
+    while time.time()<until and any(map(runs, pids)): time.sleep(.05)
+    return not any(map(runs, pids))
+
+def pids(pool): return [p.pid for p in pool._procs]
+def pid(rank): return os.getpid()
+
+# ---- calls
+
+def step(rank, x):
+    before = xla_counts()
+    y = xm.all_reduce('sum', torch.tensor([x, rank+1.]).to('xla')*3)
+    return y.tolist(), (xla_counts()-before).compiles
+
+def test_second_call_is_fast_and_compiles_nothing(pool):
+    first = pool.run(step, 1.)
+    assert [o[0] for o in first] == [[6.,9.]]*2
+    a = pool.run(pid)
+    start = time.time()
+    assert pool.run(step, 2.) == [([12.,9.],0)]*2
+    assert time.time()-start < 1
+    assert a == pool.run(pid) == pids(pool)*2 and a[0] != os.getpid() and pool.is_open
+
+def test_ranks(pool): assert pool.run(lambda r: (r, rank(), world_size())) == [(0,0,2),(1,1,2)]
+
+def test_current_folder(pool, tmp_path): assert pool.run(lambda r: os.getcwd()) == [str(tmp_path)]*2
+
+def test_modules_imported_since_are_imported_there(pool):
+    import fastai.callback.schedule
+    assert pool.run(lambda r: 'fastai.callback.schedule' in __import__('sys').modules) == [True]*2
+
+def test_results_are_host_tensors(pool):
+    res = pool.run(lambda r: dict(x=torch.ones(2, device='xla')*r, p=torch.nn.Parameter(torch.ones(1).to('xla'))))
+    assert [o['x'].tolist() for o in res] == [[0,0],[1,1]] and res[0]['p'].device.type == 'cpu'
+
+def test_pool_is_busy(pool):
+    said = []
+    def again(rank, msg):
+        for p in (pool, TPUPool(1)):
+            try: p.run(pid)
+            except RuntimeError as e: said.append(str(e))
+    assert pool.run(lambda r: post(r) or r, on_message=again) == [0,1]
+    assert any('This pool is running' in o for o in said) and any('Another pool' in o for o in said)
+
+def test_get_pool_is_shared():
+    assert get_pool(2) is get_pool(2)
+    assert get_pool(3).n_cores == 3 and not get_pool(3).is_open
+
+def test_run_in_a_thread(pool):
+    res = []
+    t = threading.Thread(target=lambda: res.extend(pool.run(lambda r: r)))
+    t.start(); t.join()
+    assert res == [0,1]
+
+class Traced: pass
+held = []
+
+def hold(rank, data):
+    import weakref, test_pool
+    data.x = torch.ones(2, device='xla')
+    data.me = data
+    test_pool.held.append(weakref.ref(data))
+
+def still_held(rank): return __import__('test_pool').held[rank]() is not None
+
+def test_nothing_of_a_call_stays_alive(pool):
+    pool.run(hold, Traced())
+    assert pool.run(still_held) == [False]*2
+
+# ---- messages and prints
+
+def talk(rank):
+    for i in range(3):
+        post((i, time.time()))
+        time.sleep(.2)
+
+def test_messages_are_live_and_in_order(pool):
+    got = []
+    pool.run(talk, on_message=lambda rank, msg: got.append((rank, *msg, time.time())))
+    assert [o[1] for o in got if o[0]==0] == [o[1] for o in got if o[0]==1] == [0,1,2]
+    assert max(t-sent for _,_,sent,t in got) < .2
+
+def test_messages_without_a_listener(pool): assert pool.run(lambda r: post(r)) == [None,None]
+
+def test_only_the_main_rank_prints(pool, capsys):
+    def say(rank):
+        print('rank', rank, end='\r', flush=True)
+        print('to stderr', rank, file=__import__('sys').stderr)
+    pool.run(say)
+    assert capsys.readouterr() == ('rank 0\r', 'to stderr 0\n')
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 8
+    def __getitem__(self, i): print('in a worker'); return torch.tensor(i)
+
+def load(rank):
+    dl = torch.utils.data.DataLoader(Data(), batch_size=4, num_workers=1)
+    return torch.cat(list(dl)).tolist()
+
+def test_dataloader_workers_in_all_replicas(pool): assert pool.run(load) == [list(range(8))]*2
+
+# ---- shared memory
+
+def memory(rank, t, a):
+    total = float(t.sum()) + float(a.sum())
+    t[0],a[0] = rank,rank
+    if world_size()>1: xm.rendezvous('all have summed')
+    pss = psutil.Process().memory_full_info().pss>>20
+    if world_size()>1: xm.rendezvous('all have looked')
+    return total, float(t[0]), pss
+
+def test_large_tensors_and_arrays_are_shared_and_private(pool):
+    t,a = torch.ones(15_000_000),np.ones(7_500_000)
+    base = pool.run(memory, torch.ones(1), np.ones(1))[0][2]
+    res = pool.run(memory, t, a)
+    assert [o[0] for o in res] == [22.5e6]*2 and [o[1] for o in res] == [0,1]
+    assert t.is_shared() and t[0]==1 and a[0]==1
+    assert res[0][2]-base < 150, 'the process maps 114 MB, which two copies would be 229'
+    ptr = t.data_ptr()
+    pool.run(memory, t, a)
+    assert t.data_ptr()==ptr
+
+def test_no_shared_memory_left(monkeypatch, pool):
+    import fastai_xla.launch as l
+    def full(s): raise RuntimeError('No space left on device')
+    monkeypatch.setattr(l, '_shared', full)
+    with pytest.warns(UserWarning, match='2 MB are copied to each replica.*No space left'):
+        assert pool.run(lambda r, t: float(t.sum()), torch.ones(2**19)) == [2.**19]*2
+
+# ---- idleness
+
+def test_idle_replicas_burn_nothing(pool):
+    p = psutil.Process(pool.run(pid)[0])
+    time.sleep(.5)
+    a = p.cpu_times()
+    time.sleep(2.2)
+    b = p.cpu_times()
+    assert (b.user+b.system)-(a.user+a.system) < .06
+
+# ---- Ctrl-C
+
+def interrupt(*_): signal.raise_signal(signal.SIGINT)
+
+def poll(rank):
+    for i in range(2000):
+        if stop_requested(): return i
+        if rank==0 and i==20: post('running')
+        time.sleep(.005*(rank+1))
+
+def test_ctrl_c_stops_all_ranks_at_one_step_and_brings_home_what_was_reached(pool):
+    with pytest.raises(LaunchInterrupt) as e: pool.run(poll, on_message=interrupt)
+    assert len(set(e.value.results))==1 and e.value.results[0]>=20 and pool.is_open
+    assert pool.run(lambda r: (r, stop_requested())) == [(0,False),(1,False)]
+
+def test_ctrl_c_at_the_end_of_a_call_leaves_nothing_for_the_next(pool):
+    "the replicas' answer, how often they asked, comes after their results"
+    with pytest.raises(LaunchInterrupt) as e: pool.run(lambda r: stop_requested() or r or post('done'), on_message=lambda *_: (time.sleep(.3), interrupt()))
+    assert e.value.results == [None,1]
+    assert pool.run(lambda r: (r, stop_requested())) == [(0,False),(1,False)]
+
+def test_only_the_second_interrupt_raises():
+    with _noted_interrupts() as hits:
+        interrupt()
+        assert hits == [1]
+        with pytest.raises(LaunchInterrupt): interrupt()
+        interrupt()
+    with pytest.raises(KeyboardInterrupt): interrupt()
+
+def busy(rank, ask):
+    if ask: stop_requested()
+    if rank==0: post('busy')
+    while True: time.sleep(.1)
+
+@pytest.mark.parametrize('ask,times,grace', [(False,1,60), (True,2,60), (True,1,.5)], ids=['does not ask','twice','grace'])
+def test_ctrl_c_ends_what_does_not_stop(pool, monkeypatch, ask, times, grace):
+    monkeypatch.setattr(pool, 'grace', grace)
+    pool.run(pid)
+    old,start = pids(pool),time.time()
+    with pytest.raises(LaunchInterrupt) as e: pool.run(busy, ask, on_message=lambda *_: [interrupt() for _ in range(times)])
+    assert e.value.results is None and not pool.is_open and time.time()-start < 3 and gone(old, 1)
+
+def test_ctrl_c_while_opening(pool):
+    threading.Timer(.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(LaunchInterrupt): pool.run(pid)
+    assert not pool.is_open and gone(pids(pool), 1)
+
+kernel_cell = """
+import sys; sys.path.append({tests!r})
+from fastai_xla.launch import *
+import time, traceback
+class Point:
+    def __init__(self, x): self.x = x
+def double(p): return Point(p.x*2)
+def main(rank, p):
+    try: [1,2][rank+1]
+    except IndexError: text = traceback.format_exc()
+    else: text = ''
+    return double(p), text
+pool = TPUPool(2)
+res = pool.run(main, Point(3))
+print([type(o[0]) is Point and o[0].x for o in res], res[0][1]=='', '    try: [1,2][rank+1]' in res[1][1])
+def f(rank):
+    i = 0
+    while not stop_requested():
+        i += 1
+        if rank==0 and i==3: print('running')
+        time.sleep(.05*(1+rank))
+    return i
+try: pool.run(f)
+except KeyboardInterrupt as e: print(len(e.results), len(set(e.results)), pool.is_open)
+print(pool.run(lambda rank: rank))
+print(pool._procs[0].pid)"""
+
+def test_notebook():
+    "What its cells define travels with their source; Jupyter sends SIGINT to the kernel's process group; prints are live; a killed kernel leaves nothing"
+    from jupyter_client.manager import start_new_kernel
+    km,kc = start_new_kernel(startup_timeout=120)
+    said = []
+    def show(msg):
+        text = msg['content'].get('text', '')
+        said.append(text)
+        if 'running' in text: km.interrupt_kernel()
+    try:
+        reply = kc.execute_interactive(kernel_cell.format(tests=str(repo)), output_hook=show, timeout=120)
+        assert reply['content']['status']=='ok', reply['content']
+    finally:
+        kc.stop_channels()
+        km.shutdown_kernel(now=True)
+    *out,child = ''.join(said).splitlines()
+    assert out == ['[6, 6] True True', 'running', '2 1 True', '[0, 1]']
+    assert gone([int(child)])
+
+# ---- failures, and the end of the parent
+
+def uneven(rank):
+    if rank: return 1
+    xm.rendezvous('never')
+
+def test_uneven_replicas_fail_in_seconds(pool):
+    pool.run(pid)
+    old,start = pids(pool),time.time()
+    with pytest.raises(LaunchError, match='(?s)replica 1, which has returned') as e: pool.run(uneven)
+    assert e.value.rank == 0 and time.time()-start < 5 and not pool.is_open and gone(old, 1)
+
+def test_idle_pool_that_was_killed_is_replaced(pool):
+    old = pool.run(pid)
+    os.kill(old[0], signal.SIGKILL)
+    pool._procs[0].wait(5)
+    assert not pool.is_open and pool.run(pid) != old
+
+def test_error_in_on_message(pool):
+    def bad(rank, msg): raise OSError('no screen')
+    with pytest.raises(OSError, match='no screen'): pool.run(lambda r: post(1), on_message=bad)
+    assert not pool.is_open
+
+def test_close_is_fast_and_runs_exit_handlers(tmp_path):
+    def f(rank, path): __import__('atexit').register(lambda: (path/'left').touch())
+    with TPUPool(1) as p:
+        p.run(f, tmp_path)
+        process,start = p._procs[0],time.time()
+    assert time.time()-start < 2 and process.returncode==0 and (tmp_path/'left').exists()
+
+def test_one_pool_at_a_time_and_none_that_was_collected(pool):
+    old,other = pool.run(pid),TPUPool(1)
+    new = other.run(lambda r: (os.getpid(), world_size()))[0]
+    assert new[1]==1 and not pool.is_open and gone(old, 1)
+    assert runs(new[0])
+    del other
+    assert gone([new[0]])
+
+orphan = '''
+import os, time
+from fastai_xla.launch import *
+def f(rank):
+    if rank==0: print('pid', os.getpid(), flush=True)
+    time.sleep(100)
+TPUPool(2).run(f)'''
+
+def test_parent_is_killed_while_replicas_run():
+    p = subprocess.Popen([sys.executable, '-c', orphan], stdout=subprocess.PIPE, text=True, cwd=repo)
+    child = int(p.stdout.readline().split()[1])
+    p.kill()
+    p.wait()
+    assert gone([child])
+
+# ---- several processes of one device each, as on a TPU, but without collectives between them
+
+class Processes(TPUPool):
+    "One process per core; a module that Python imports at its start gives each the rank of its number, which the CPU runtime cannot do"
+    def __init__(self, n, path, **env):
+        super().__init__(n)
+        self.n_procs,self.path = n,path
+        self._env = dict(PJRT_DEVICE='CPU', CPU_NUM_DEVICES='1', PYTHONPATH=str(path), **env)
+        (path/'sitecustomize.py').write_text('import os, torch_xla.runtime as xr\nxr.global_ordinal = lambda: int(os.environ["TEST_RANK"])')
+    def _start(self, i, n_procs, n, env): return _start_process(i, n_procs, n, dict(env, TEST_RANK=str(n-1-i)))
+
+@pytest.fixture(scope='module')
+def procs(tmp_path_factory):
+    with Processes(2, tmp_path_factory.mktemp('site')) as p: yield p
+
+def test_processes_in_rank_order(procs):
+    got = []
+    res = procs.run(lambda r: (r, os.getpid(), post(r)), on_message=lambda rank, msg: got.append((rank,msg)))
+    assert [o[0] for o in res] == [0,1] and sorted(got) == [(0,0),(1,1)]
+    assert {o[1] for o in res} == set(pids(procs))
+    assert [o[1] for o in procs.run(lambda r: (r, os.getpid()))] == [o[1] for o in res]
+
+def test_large_tensor_is_shared_between_processes(procs):
+    t = torch.ones(15_000_000)
+    res = procs.run(lambda r, t: float((t.add_(1) if r==0 else t).sum()), t)
+    assert res == [30e6,15e6] and t.is_shared() and t[0]==1
+
+def test_stop_is_agreed_between_processes(procs):
+    with pytest.raises(LaunchInterrupt) as e: procs.run(poll, on_message=interrupt)
+    assert len(set(e.value.results))==1 and procs.is_open
+
+def last_words(r, path):
+    if r==0:
+        post(1)
+        for i in range(5): print('epoch', i)
+        path.touch()
+    while not path.exists(): time.sleep(.01)
+    if r==1: 1/0
+    time.sleep(60)
+
+def test_what_was_printed_before_a_failure_is_shown(procs, tmp_path, capsys):
+    "rank 1 fails while the parent is busy with a message of rank 0"
+    procs.run(pid)
+    old,start = pids(procs),time.time()
+    with pytest.raises(LaunchError, match='ZeroDivisionError') as e: procs.run(last_words, tmp_path/'said', on_message=lambda *_: time.sleep(.5))
+    assert e.value.rank==1 and capsys.readouterr().out.splitlines() == [f'epoch {i}' for i in range(5)]
+    assert time.time()-start<5 and gone(old, 1)
+
+def test_one_of_several_processes_dies(procs):
+    def die(r):
+        if r==1: os._exit(3)
+        time.sleep(60)
+    procs.run(pid)
+    old,start = pids(procs),time.time()
+    with pytest.raises(LaunchError, match='The process of rank 1 ended with exit code 3') as e: procs.run(die)
+    assert e.value.rank==1 and time.time()-start<5 and gone(old, 1)
+
+def test_processes_that_do_not_form_a_group(tmp_path):
+    with Processes(2, tmp_path) as p:
+        (tmp_path/'sitecustomize.py').unlink()
+        with pytest.raises(RuntimeError, match='the processes do not form one group'): p.run(pid)
+        assert not p.is_open
+
+@pytest.mark.parametrize('env,text', [(dict(PJRT_DEVICE='BOGUS'), '(?s)The XLA runtime did not start .PJRT_DEVICE=BOGUS.. Restart Python'),
+                                      (dict(XLA_FLAGS='--bogus'), 'had not started its replicas, (was killed by|ended)')])
+def test_runtime_that_does_not_start(env, text):
+    p = TPUPool(2)
+    p._env = {**p._env, **env}
+    with pytest.raises(LaunchError, match=text) as e: p.run(pid)
+    assert e.value.rank is None and not p.is_open
