@@ -2,6 +2,7 @@ from .runtime import *
 from .patches import *
 from .virtual_cores import *
 from .placement import *
+from .augment import *
 from .data import *
 from .metrics import *
 from .callback import *

@@ -18,7 +18,7 @@ from fastai.torch_basics import explode_types
 from fastai.basics import TfmdDL, DataLoader, apply, to_detach
 from fastai.data.load import _loaders
 from .runtime import torch_xla, xr, rank, world_size, from_main
-from .placement import TfmPlacement, map_tensors, to_host
+from .placement import TfmPlacement, drawn_for, map_tensors, to_host
 
 # %% ../nbs/05_data.ipynb #upload
 def _on_cpu(o): return isinstance(o, torch.Tensor) and o.device.type=='cpu'
@@ -176,7 +176,7 @@ class XLADL(TfmdDL):
                     if draws and self._owns_state:
                         with _swap: _seed_all(np.random.randint(2**31))
                     self._note_types(b)
-                yield dev_tfms(b)
+                yield self._on_device(dev_tfms, b)
             if isinstance(self.dl, DataLoader): self.dl.after_iter()
         finally:
             stop.set()
@@ -187,6 +187,9 @@ class XLADL(TfmdDL):
             if draws and self._owns_state:
                 with _swap: _set_rng_state(state)
             self.on_end()
+
+    def _on_device(self, tfms, b):
+        with drawn_for(self.real): return tfms(b)
 
     def _note_types(self, b):
         "Spare a stream fastai's look at one more sample to learn the number of inputs: the background thread reads there"

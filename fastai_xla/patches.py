@@ -19,6 +19,7 @@ from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.progress import CSVLogger, ProgressCallback
 from fastai.callback.training import GradientAccumulation
 from fastai.optimizer import debias
+from torch.jit._builtins import _find_builtin, _register_builtin
 
 # %% ../nbs/01_patches.ipynb #Patch
 class Patch:
@@ -48,6 +49,7 @@ def _replaces(owner, name, versions, why):
     def _inner(f):
         old = getattr(owner, name, None)
         def new(*args, **kwargs): return f(old, *args, **kwargs)
+        if op := _find_builtin(old): _register_builtin(new, op)
         _patches.append(Patch(owner, name, update_wrapper(new, old or f), why, versions))
         _patches[-1].apply()
         return new

@@ -1,0 +1,269 @@
+"Batch transforms on the device: no fallback, no read, one compilation for ten batches of draws, and the CPU's result for the same seed. `python tests/test_augment.py` prints the table"
+import os
+os.environ.setdefault('PJRT_DEVICE', 'CPU')
+os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0') # compiles three times as fast; read when the runtime starts
+import pytest
+from fastai.vision.all import *
+from timm.data.mixup import Mixup as TimmMixup
+from timm.data.random_erasing import RandomErasing as TimmErasing
+from fastai_xla.all import *
+from fastai_xla.runtime import torch_xla, xm
+
+for _nm in [o for o in dir() if o.startswith('test')]: del globals()[_nm]   # fastcore's own would be collected as tests
+DEVICE,N_BATCHES,BS = xla_device(),10,4
+
+def batch(kind, h=16, w=16):
+    "A batch of `kind`, the same at each call"
+    g = torch.Generator().manual_seed(0)
+    im = TensorImage(torch.rand(BS, 3, h, w, generator=g))
+    im[:2] = im[:2].round()         # half of it saturated
+    other = dict(mask=lambda: TensorMask(torch.randint(0, 5, (BS,h,w), generator=g)), points=lambda: TensorPoint(torch.rand(BS, 5, 2, generator=g)*2-1),
+                 boxes=lambda: TensorBBox(tensor([[-.5,-.4,.3,.6],[0.,.1,.9,.8]]).expand(BS, 2, 4).contiguous()),
+                 bytes=lambda: TensorMask(torch.randint(0, 256, (BS,h,w), generator=g, dtype=torch.uint8)))
+    if kind=='image': return im,
+    return (TensorImage((im*255).byte()) if kind=='bytes' else im), other[kind]()
+
+def tensors(b): return [o.as_subclass(Tensor) for o in b]
+
+def measure(on_cpu, on_device, b):
+    "Ten draws: the largest difference in each tensor of the result, and what XLA counted"
+    want,got = [],[]
+    for i in range(N_BATCHES):
+        set_seed(i)
+        want.append(tensors(on_cpu(tuple(o.clone() for o in b))))
+    torch_xla.sync()
+    xm.wait_device_ops()
+    start = xla_counts()
+    for i in range(N_BATCHES):
+        set_seed(i)
+        got.append(tensors(on_device(upload(tuple(b), DEVICE))))
+        torch_xla.sync()
+    xm.wait_device_ops()
+    counts,got = xla_counts()-start,to_host(got)
+    assert [[(o.dtype,o.shape) for o in x] for x in want]==[[(o.dtype,o.shape) for o in x] for x in got]
+    return [max((w.double()-g.double()).abs().max().item() for w,g in zip(*o)) for o in zip(zip(*want), zip(*got))],counts
+
+def of_pipeline(make, b, split_idx=0):
+    return measure(Pipeline(make(), split_idx=split_idx), TfmPlacement(Pipeline(make()), 'device').device(DEVICE, split_idx), b)
+
+def acts(make):
+    "Is one of ten batches other than what came in?"
+    set_seed(0)
+    f,(im,) = Pipeline(L(make()), split_idx=0),batch('image')
+    return any(not torch.equal(f((im.clone(),))[0], im) for _ in range(N_BATCHES))
+
+def holds(differences, counts, *tols):
+    assert (counts.fallbacks,counts.reads)==({},0) and counts.compiles<=1, counts      # 0 when an earlier test made the same graph
+    assert all(d<=t for d,t in zip(differences, tols)), f'{differences} against {tols}'
+
+# ---- fastai's transforms: what makes them, on what, how far an image's value may be off, what the batch is besides
+
+AFFINE,LIGHT = 2e-5,2e-6
+def norm(): return Normalize.from_stats(*imagenet_stats, cuda=False)
+
+TFMS = dict(
+    int_to_float=(IntToFloatTensor, 1e-7), normalize=(norm, 1e-6),
+    flip=(Flip, AFFINE), dihedral=(partial(Dihedral, p=.9), AFFINE), rotate=(partial(Rotate, 30, p=.9), AFFINE), zoom=(partial(Zoom, max_zoom=2., p=.9), AFFINE),
+    warp=(partial(Warp, .4, p=.9), AFFINE), deterministic_flip=(DeterministicFlip, AFFINE), deterministic_dihedral=(DeterministicDihedral, AFFINE),
+    brightness=(Brightness, LIGHT), contrast=(Contrast, LIGHT), saturation=(Saturation, LIGHT), hue=(Hue, LIGHT),
+    saturation_hue=(lambda: [Saturation(.9, p=1.),Hue(p=1.)], 5e-6), hue_saturation=(lambda: [Hue(p=1.),Saturation(p=1.)], 5e-6),
+    **{f'{f.__name__.lower()}_batch': (partial(f, batch=True), AFFINE) for f in (Flip,Dihedral,Rotate,Zoom,Warp)},
+    **{f'{f.__name__.lower()}_batch': (partial(f, batch=True), LIGHT) for f in (Brightness,Contrast,Saturation,Hue)},
+    aug=(aug_transforms, AFFINE), aug_mult=(partial(aug_transforms, mult=2., flip_vert=True), AFFINE), aug_batch=(partial(aug_transforms, batch=True), AFFINE),
+    aug_no_warp=(partial(aug_transforms, max_warp=0, do_flip=False), AFFINE),
+    aug_zeros=(partial(aug_transforms, pad_mode='zeros'), AFFINE), aug_border=(partial(aug_transforms, pad_mode='border'), AFFINE),
+    aug_edges=(partial(aug_transforms, align_corners=False), AFFINE),
+    rotate_nearest=(partial(Rotate, 30, mode='nearest'), 0), rotate_draw=(partial(Rotate, p=1., draw=[5,-5,20,0]), AFFINE),
+    whole=(lambda: [IntToFloatTensor(), *aug_transforms(xtra_tfms=[Saturation(),Hue()]), norm()], 1e-4))
+
+@pytest.mark.parametrize('name', TFMS)
+def test_images(name):
+    make,tol = TFMS[name]
+    assert acts(make)
+    holds(*of_pipeline(lambda: L(make()), batch('bytes' if name in ('int_to_float','whole') else 'image')), tol, 0)
+
+SIZES = dict(
+    larger=(partial(aug_transforms, size=24), 16, 16), wide=(partial(aug_transforms, size=(12,20)), 16, 16),
+    smaller=(partial(aug_transforms, size=5, max_zoom=3., p_affine=.7), 40, 31), smaller_exact=(partial(Zoom, max_zoom=4., size=8, p=.8), 48, 48),
+    crop=(partial(RandomResizedCropGPU, 8), 24, 20), crop_shrunk=(partial(RandomResizedCropGPU, 6, min_scale=.1), 60, 50),
+    crop_wide=(partial(RandomResizedCropGPU, (5,9), ratio=(1,2), max_scale=.8), 40, 64), crop_larger=(partial(RandomResizedCropGPU, 24), 16, 16),
+    aug_crop=(partial(aug_transforms, size=8, min_scale=.3), 24, 24))
+
+@pytest.mark.parametrize('name', SIZES)
+def test_sizes(name):
+    make,h,w = SIZES[name]
+    holds(*of_pipeline(lambda: L(make()), batch('mask', h, w)), AFFINE, 0)
+
+@pytest.mark.parametrize('kind', ['mask','points','boxes'])
+@pytest.mark.parametrize('name', ['dihedral','warp','aug_mult','aug_batch'])
+def test_targets(kind, name):
+    "With an image go its mask (exactly), its points or its boxes"
+    make,tol = TFMS[name]
+    holds(*of_pipeline(lambda: L(make()), batch(kind)), tol, 0 if kind=='mask' else 1e-5)
+
+@pytest.mark.parametrize('make,size', [(aug_transforms,16), (partial(aug_transforms, size=8),40), (partial(RandomResizedCropGPU, 8, valid_scale=.9),40), (RandomErasing,16)])
+def test_validation(make, size):
+    b = batch('mask', size, size)
+    on_cpu,on_device = [f for f in (Pipeline(L(make()), split_idx=1), TfmPlacement(Pipeline(L(make())), 'device').device(DEVICE, 1))]
+    want = on_cpu(tuple(o.clone() for o in b))
+    start = xla_counts()
+    got = on_device(upload(b, DEVICE))
+    torch_xla.sync()
+    c = xla_counts()-start
+    assert (c.reads,c.fallbacks)==(0,{})
+    for x,y in zip(tensors(want), tensors(to_host(got))): assert (x.double()-y.double()).abs().max()<=AFFINE
+
+# ---- erasing: the rectangles are the CPU's, noise is the device's own
+
+@pytest.mark.parametrize('make', [RandomErasing, partial(RandomErasing, p=.5, max_count=4), partial(TimmErasing, probability=.6, mode='pixel', max_count=3, device='cpu'),
+                                  partial(TimmErasing, probability=1., mode='pixel', num_splits=2, device='cpu')])
+def test_erasing_with_noise(make):
+    def left(f): return lambda b: (TensorImage((f(b)[0]==-3).float()),)
+    on_cpu,on_device = Pipeline([make()], split_idx=0),TfmPlacement(Pipeline([make()]), 'device').device(DEVICE, 0)
+    holds(*measure(left(on_cpu), left(on_device), (TensorImage(torch.full((BS,3,16,16), -3.)),)), 0)
+
+@pytest.mark.parametrize('mode,kwargs', [('const',dict(probability=.5)), ('rand',dict(probability=1., min_count=2, max_count=3)), ('rand',dict(probability=1., num_splits=2))])
+def test_timm_erasing_with_colours(mode, kwargs):
+    holds(*of_pipeline(lambda: [TimmErasing(mode=mode, device='cpu', **kwargs)], batch('image')), 0)
+
+def test_noise_is_normal():
+    x = RandomErasing(p=1., sl=.9, sh=1., min_aspect=1.)(upload(TensorImage(torch.full((32,3,32,32), 9.)), DEVICE), split_idx=0)
+    noise = to_host(x)[to_host(x)!=9]
+    assert len(noise)>5e4 and abs(noise.mean())<.02 and abs(noise.std()-1)<.02
+
+# ---- mixing
+
+class Mixing:
+    "As much of a Learner as a mixing callback sees, for a function of a batch"
+    def __init__(self, make, y_int=True):
+        self.cb,self.loss_func,self.training = make(),SimpleNamespace(y_int=y_int),True
+        self.cb.learn = self
+    x,y = [property(lambda self,k=k: getattr(self, k)[0]) for k in ('xb','yb')]
+    def __call__(self, b):
+        self.xb,self.yb = b[:1],b[1:]
+        self.cb.stack_y = self.loss_func.y_int
+        self.cb.before_batch()
+        return *self.xb,*(self.cb.yb1 if self.cb.stack_y else ()),*self.yb,self.cb.lam
+
+@pytest.mark.parametrize('make', [MixUp, CutMix], ids=lambda o: o.__name__)
+@pytest.mark.parametrize('stack_y', [True,False])
+def test_mixing_callbacks(make, stack_y):
+    b = (*batch('image'),TensorCategory(torch.arange(BS)) if stack_y else TensorMultiCategory(torch.rand(BS,3)))
+    holds(*measure(Mixing(make, stack_y), Mixing(make, stack_y), b), *[1e-6]*4)
+
+@pytest.mark.parametrize('mode', ['batch','pair','elem'])
+@pytest.mark.parametrize('kwargs', [dict(), dict(mixup_alpha=0., cutmix_alpha=1., prob=.6), dict(cutmix_alpha=1., prob=.8, label_smoothing=0.), dict(cutmix_minmax=(.2,.8)),
+                                    dict(cutmix_alpha=1., correct_lam=False)], ids=['mixup','cutmix','both','minmax','as_drawn'])
+def test_timm_mixup(mode, kwargs):
+    f = TimmMixup(mode=mode, num_classes=BS, **kwargs)
+    holds(*measure(lambda b: f(*b), lambda b: f(*b), (*batch('image'),torch.arange(BS))), 1e-6, 1e-6)
+
+# ---- in a Learner
+
+def image_learner(tfms, n=40, **kwargs):
+    rng = np.random.RandomState(0)
+    ims = [(rng.randint(0, 256, (16,16,3)).astype(np.uint8), 'ab'[i%2]) for i in range(n)]
+    dls = DataBlock((ImageBlock, CategoryBlock), get_x=ItemGetter(0), get_y=ItemGetter(1), splitter=IndexSplitter(range(n-8, n)), batch_tfms=tfms).dataloaders(ims, bs=4, num_workers=0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, stride=4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
+    return Learner(dls, model, loss_func=CrossEntropyLossFlat(), **kwargs)
+
+class Counts(Callback):
+    order = 200
+    def before_fit(self): self.epochs = []
+    def before_epoch(self):
+        xm.wait_device_ops()
+        self.start = xla_counts()
+    def after_train(self):
+        xm.wait_device_ops()
+        self.epochs.append(xla_counts()-self.start)
+
+@pytest.mark.parametrize('mix', [None,CutMix])
+def test_same_seed_same_training_as_on_the_cpu(mix):
+    "All of it on the device by `auto`, bytes over the wire, and nothing to write for it"
+    losses = []
+    for tpu in (False,True):
+        set_seed(3)
+        learn = image_learner([*aug_transforms(size=12, max_lighting=.4), Saturation(), norm()], cbs=mix() if mix else None)
+        if tpu: learn.to_tpu(fetch_every=1e9)
+        cb = Counts()
+        set_seed(5)
+        with learn.no_bar(),learn.no_logging(): learn.fit(2, 1e-2, cbs=cb)
+        losses.append([float(o) for o in learn.recorder.losses])
+    assert losses[0]==pytest.approx(losses[1], abs=1e-4)
+    assert {place for _,place,*_ in learn.tfm_placement.rows}=={'device'}
+    c = cb.epochs[1]
+    assert (c.compiles,c.fallbacks)==(0,{}) and c.reads<=2
+
+def halved(x:TensorImage): return x/2
+def by_its_largest(x:TensorImage): return x/x.max().item()
+
+def test_unknown_transforms_are_tried_once():
+    learn = image_learner([halved,norm()]).to_tpu()
+    assert [row[:2] for row in learn.tfm_placement.rows][0]==('halved','')
+    cb = Counts()
+    with learn.no_bar(),learn.no_logging(): learn.fit(2, 1e-2, cbs=cb)
+    assert cb.epochs[1].compiles==0 and cb.epochs[0].compiles>=2
+    assert learn.tfm_placement.rows[0]==('halved','device','tried: clean on the device','none')
+    learn = image_learner([halved,by_its_largest,norm()]).to_tpu()
+    with learn.no_bar(),learn.no_logging(): learn.fit(1, 1e-2)
+    assert [row[1:3] for row in learn.tfm_placement.rows[:2]]==[('host','comes before by_its_largest'),('host','reads the device')]
+    assert learn.tfm_placement.rows[-1][1]=='device'
+
+# ---- sampling
+
+@pytest.mark.parametrize('mode', ['bilinear','nearest'])
+@pytest.mark.parametrize('padding_mode', ['zeros','border','reflection'])
+@pytest.mark.parametrize('align_corners', [True,False])
+def test_grid_sample(mode, padding_mode, align_corners):
+    "Forward and backward, of images and of coordinates, inside and far outside"
+    g = torch.Generator().manual_seed(0)
+    x,grid,w = torch.randn(2,3,7,5, generator=g),torch.randn(2,6,4,2, generator=g)*1.5,torch.randn(2,3,6,4, generator=g)
+    def f(b):
+        x,grid,w = [o.clone().requires_grad_() for o in b]
+        res = F.grid_sample(x, grid, mode=mode, padding_mode=padding_mode, align_corners=align_corners)
+        (res*w).sum().backward()
+        return res.detach(),x.grad,(grid.grad if mode=='bilinear' else x.grad)
+    holds(*measure(f, f, (x,grid,w)), 2e-6, 2e-6, 2e-5)
+
+@pytest.mark.parametrize('size', [1,2,7])
+def test_one_pixel_and_odd_sizes(size):
+    def f(b): return F.grid_sample(b[0], F.affine_grid(b[1], (2,1,size,3), align_corners=True), align_corners=True, padding_mode='reflection'),
+    holds(*measure(f, f, (torch.rand(2,1,size,size),torch.rand(2,2,3))), 2e-6)
+
+def test_the_cpu_is_untouched():
+    "Bit for bit, with and without the replacements"
+    def results():
+        set_seed(0)
+        b = batch('mask', 24, 24)
+        return [o for make in (aug_transforms, partial(aug_transforms, size=8, min_scale=.5), partial(RandomErasing, p=1.), partial(TimmErasing, probability=1., device='cpu'))
+                for o in tensors(Pipeline(L(make()), split_idx=0)(tuple(o.clone() for o in b)))] + [*Mixing(CutMix)((*batch('image'),torch.arange(BS)))]
+    with_patches = results()
+    undo_patches()
+    try: without = results()
+    finally: apply_patches()
+    assert all(torch.equal(x, y) for x,y in zip(with_patches, without))
+
+def test_a_rounding_before_saturation_shows_on_the_cpu_too():
+    "Why what comes after an interpolation can be further off than the interpolation: a logit tells 1e-7 from 2e-7"
+    g = torch.Generator().manual_seed(0)
+    x = torch.rand(16, 3, 32, 32, generator=g)
+    x = torch.where(x<.5, 10**(-7.5+2*x), x)
+    def f(x):
+        set_seed(0)
+        return Saturation(p=1.)(TensorImage(x), split_idx=0)
+    assert (f(x.clone())-f(x+6e-8)).abs().max()>1e-3
+    assert (f(x.clone())-to_host(f(upload(x, DEVICE)))).abs().max()<1e-5
+
+if __name__=='__main__':
+    print(f'{"transform":24}{"off by":>9}  fallbacks  reads  compiles  uploads a batch')
+    def row(name, d, c): print(f'{name:24}{max(d):9.1e}{sum(c.fallbacks.values()):11}{c.reads:7}{c.compiles:10}{c.uploads/N_BATCHES:17.1f}')
+    for name,(make,_) in TFMS.items(): row(name, *of_pipeline(lambda: L(make()), batch('bytes' if name in ('int_to_float','whole') else 'image')))
+    for name,(make,h,w) in SIZES.items(): row(f'{name} {h}x{w}, mask', *of_pipeline(lambda: L(make()), batch('mask', h, w)))
+    for kind in ('mask','points','boxes'): row(f'aug_mult with {kind}', *of_pipeline(lambda: L(TFMS['aug_mult'][0]()), batch(kind)))
+    for mode in ('const','rand'): row(f'timm erasing {mode}', *of_pipeline(lambda: [TimmErasing(mode=mode, device='cpu')], batch('image')))
+    for make in (MixUp,CutMix):
+        for stack_y,y in ((True,TensorCategory(torch.arange(BS))), (False,TensorMultiCategory(torch.rand(BS,3)))):
+            row(f'{make.__name__} stack_y={stack_y}', *measure(Mixing(make, stack_y), Mixing(make, stack_y), (*batch('image'),y)))
+    for mode in ('batch','pair','elem'):
+        f = TimmMixup(mode=mode, num_classes=BS, cutmix_alpha=1., prob=.8)
+        row(f'timm Mixup {mode}', *measure(lambda b: f(*b), lambda b: f(*b), (*batch('image'),torch.arange(BS))))
