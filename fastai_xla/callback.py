@@ -17,7 +17,7 @@ from .runtime import torch_xla, xla_device
 from .placement import TfmPlacement, move_learner
 from .data import XLADL, _base_seed
 from .metrics import HostQueue, DeviceMetric, device_metric
-import fastai_xla.patches
+import fastai_xla.augment
 
 # %% ../nbs/07_callback.ipynb #meters
 def _map_meters(learn, f):

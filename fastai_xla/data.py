@@ -76,8 +76,16 @@ class _Turns:
     @contextmanager
     def background(self):
         "The background thread's turn"
-        if not self.needed: return (yield)
-        with self.lock, _swap:
+        mine = False
+        while self.needed and not mine: mine = self.lock.acquire(timeout=.01)
+        if not mine: return (yield)
+        try:
+            with self._swapped_in(): yield
+        finally: self.lock.release()
+
+    @contextmanager
+    def _swapped_in(self):
+        with _swap:
             mine = _rng_state()
             _set_rng_state(self.state)
             try: yield
