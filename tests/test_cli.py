@@ -41,7 +41,7 @@ def test_help_and_wrong_commands():
 @pytest.fixture(scope='module')
 def demo(tmp_path_factory):
     out = tmp_path_factory.mktemp('demo')
-    return out, cli('demo', '--out', out, timeout=900, OMP_NUM_THREADS=None)
+    return out, cli('demo', '--cores', '1', '--out', out, timeout=900, OMP_NUM_THREADS=None)
 
 def test_demo_trains(demo):
     "The main job: a table row an epoch, and 97% of the held-out fifth"
@@ -49,9 +49,17 @@ def test_demo_trains(demo):
     assert res.returncode == 0, res.stdout + res.stderr
     table = re.findall(r'^(\d) +([\d.]+) +([\d.]+) +([\d.]+) +\d\d:\d\d', res.stdout.replace('\r', '\n'), re.M)
     assert [int(o[0]) for o in table] == list(range(6)) and re.search('epoch +train_loss +valid_loss +accuracy +time', res.stdout)
-    acc,n,dev = re.search(r'Done: ([\d.]+)% of (\d+) held-out digits right, 6 epochs in \d+ s on (\S+)', res.stdout).groups()
-    assert float(acc) >= 97 and int(n) == 1797//5 and dev == 'xla:0'
+    acc,n,dev = re.search(r'Done: ([\d.]+)% of (\d+) held-out digits right, 6 epochs in \d+ s on (.+)', res.stdout).groups()
+    assert float(acc) >= 97 and int(n) == 1797//5 and dev == '1 CPU core'
     assert abs(float(table[-1][3]) - float(acc)/100) < 1e-4
+
+def test_demo_trains_on_one_core_and_then_on_all(tmp_path):
+    "Two epochs, with the compiler's fastest setting"
+    res = cli('demo', '--epochs', '2', '--out', tmp_path, timeout=900, XLA_FLAGS='--xla_backend_optimization_level=0')
+    assert res.returncode == 0, res.stdout + res.stderr
+    seen = re.findall(r'gives 359 of 359 predictions the same.*\nDone: ([\d.]+)% of 359 held-out digits right, 2 epochs in \d+ s on (.+)', res.stdout)
+    assert [o[1] for o in seen] == ['1 CPU core', '8 CPU cores'] and all(float(o[0]) > 50 for o in seen), res.stdout
+    assert (tmp_path/'8_cores'/'curves.png').exists()
 
 def test_demo_leaves_files(demo):
     from PIL import Image

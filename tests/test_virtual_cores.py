@@ -1,5 +1,5 @@
 """Collectives between replicas on virtual cores. The cases of a group run in one fresh process: `python test_virtual_cores.py <group>`."""
-import json, os, sys, threading, time, traceback
+import json, os, socket, sys, threading, time, traceback
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 
@@ -14,11 +14,16 @@ def case(group):
         return f
     return _inner
 
+def free_port():
+    with socket.socket() as s:
+        s.bind(('localhost', 0))
+        return str(s.getsockname()[1])
+
 @lru_cache(None)
 def processes():
     "One for each group, all started at once"
     pool = ThreadPoolExecutor(len(groups))
-    return {o: pool.submit(run, __file__, o, PJRT_DEVICE='CPU', MASTER_PORT='12377', CPU_NUM_DEVICES=None) for o in groups}
+    return {o: pool.submit(run, __file__, o, PJRT_DEVICE='CPU', MASTER_PORT=free_port(), CPU_NUM_DEVICES=None) for o in groups}
 
 @lru_cache(None)
 def outcome(group):
