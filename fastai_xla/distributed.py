@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from fastcore.all import L, noop, patch
 from fastai.basics import (Learner, Callback, Recorder, GatherPredsCallback, CancelFitException, CancelValidException, OptimWrapper)
+from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.training import GradientAccumulation
 from fastai.callback.progress import ProgressCallback, ShowGraphCallback, CSVLogger
 import fastai_xla.virtual_cores as virtual_cores
@@ -216,7 +217,9 @@ def _attach(learn, scale_lr=False, **kwargs):
 def _in_replica(): return _current() is not None or runtime_started() and (world_size()>1 or _cores_here()==1)
 
 def _attach_here(learn, n_cores, **kwargs):
-    if n_cores not in (None, world_size()): raise ValueError(f"n_cores={n_cores} in a replica of {world_size()}: leave it out, the launcher has decided")
+    if n_cores not in (None, world_size()):
+        _check_parent()
+        raise ValueError(f"n_cores={n_cores} in a replica of {world_size()}: leave it out, the launcher has decided")
     if device_kind()=='CPU' and world_size()>1 and not virtual_cores._run:
         raise RuntimeError(f"{world_size()} replicas on the CPU cannot wait for each other yet: call use_virtual_cores({world_size()}) before xmp.spawn or torch_xla.launch, or use tpu_launch")
     multiprocessing.set_start_method('fork', force=True) # in a process of `xmp.spawn`, each DataLoader worker would import everything anew
@@ -425,7 +428,9 @@ def _phase(rank, packed, event_type, kwargs, rng, every):
 
 @torch.no_grad()
 def _validate(learn):
-    learn.tpu_distributed_trainer.before_fit()
+    "What `Learner` does between `before_fit` and `after_fit`, which the notebook's callbacks get there"
+    for cb in learn.cbs.sorted('order'):
+        if isinstance(cb, (TPUDistributedTrainer, MixedPrecision)): cb.before_fit()
     learn._with_events(learn.all_batches, 'validate', CancelValidException)
     learn.tpu_distributed_trainer.after_fit()
 

@@ -1,6 +1,7 @@
 "`to_tpu_distributed` from a notebook's process: every method trains on the cores of a pool, and the state comes home."
 import os, re, signal, threading, time
 import psutil, pytest
+from fresh import run_ok
 from fastai.vision.all import *
 from fastai.callback.all import *
 from fastai_xla.all import *
@@ -141,6 +142,26 @@ def test_what_is_shown_is_shown_once(capfd):
     assert out.count('train_loss')==2 and len(re.findall(r'^[01] +\d\.\d+', re.sub('.*\r', '', out), re.M))==4
     assert b.show_graph.nb_batches==a.show_graph.nb_batches and b.logger is print and not hasattr(b.progress, 'mbar')
 
+def test_trackers_write_once():
+    from fastai.callback.tensorboard import TensorBoardCallback
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    b = learner(cbs=TensorBoardCallback('logs', trace_model=False, log_preds=False)).to_tpu_distributed(n_cores=N)
+    b.fit(2)
+    seen = EventAccumulator('logs').Reload()
+    for name,i in (('valid_loss',1), ('accuracy',2)): close([o.value for o in seen.Scalars(name)], [r[i] for r in b.recorder.values])
+    losses = {o.step: o.value for o in seen.Scalars('train_loss')}
+    close([losses[i+1] for i in range(12)], [float(o) for o in b.recorder.losses])
+    assert len(list(Path('logs').iterdir()))==1
+
+def test_mixed_precision():
+    b = learner().to_tpu_distributed(n_cores=N).to_fp16()
+    b.fit(2)
+    first,again = b.recorder.values[-1],b.validate()
+    close(first[1:], again, 0)
+    b.remove_cbs(MixedPrecision)
+    assert 0<abs(b.validate()[0]-again[0])<1e-2, 'bfloat16, not float32'
+    assert b.model[0].weight.dtype==torch.float32
+
 def test_one_batch_is_done_here():
     b = learner(n_valid=B).to_tpu_distributed(n_cores=N)
     b.fit(1)
@@ -228,6 +249,15 @@ def test_what_cannot_be_sent_is_named():
 def test_bad_arguments():
     for kw,msg in ((dict(sync_bn='all'), 'sync_bn'), (dict(batch_tfms='gpu'), 'batch_tfms'), (dict(n_cores=0), 'at least 1')):
         with pytest.raises(ValueError, match=msg): learner().to_tpu_distributed(**kw)
+
+def test_after_to_tpu_the_cores_are_taken():
+    out = run_ok("""
+        from fastai.test_utils import synth_learner
+        from fastai_xla.all import *
+        learn = synth_learner().to_tpu()
+        try: learn.detach_tpu().to_tpu_distributed(n_cores=2)
+        except RuntimeError as e: print(e)""")
+    assert 'uses the XLA device, by `to_tpu`' in out and 'restart Python' in out
 
 def test_ctx_and_detach_leave_nothing():
     b = learner()
