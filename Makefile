@@ -5,13 +5,14 @@ OLDEST ?= .venv-oldest
 CANDIDATES := $(PYTHON) python3 python3.13 python3.12 python3.11 python3.10
 META := settings.ini setup.py pyproject.toml tools/install.sh
 BIN := $(VENV)/bin
-.PHONY: help demo test test-oldest nbs docs dist clean
+.PHONY: help demo test test-oldest nbs tutorials docs dist clean
 
 help:
 	@echo 'make demo          install into $(VENV) and train on handwritten digits (the main job)'
 	@echo 'make test          install into $(VENV) and run every test and notebook'
 	@echo 'make test-oldest   the same tests with the oldest supported versions, in $(OLDEST)'
 	@echo 'make nbs           export modules from the notebooks, clean the notebooks, render README.md'
+	@echo 'make tutorials     run the tutorials and store their outputs'
 	@echo 'make docs          the documentation as a static site, in _docs'
 	@echo 'make dist          wheel and source distribution, in dist'
 	@echo 'make clean         remove what the other targets made, environments too'
@@ -28,6 +29,9 @@ test-oldest: $(OLDEST)/.done-dev
 
 nbs: $(VENV)/.done-dev
 	@$(BIN)/nbdev-export && $(BIN)/nbdev-clean && $(BIN)/python tools/readme.py
+
+tutorials: $(VENV)/.done-dev
+	@$(BIN)/python tools/tutorials.py && $(BIN)/nbdev-clean
 
 docs: $(VENV)/.done-docs
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tools/docs.py
