@@ -18,7 +18,7 @@ import cloudpickle, torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from fastcore.all import L, noop, patch
-from fastai.basics import (Learner, Callback, Recorder, GatherPredsCallback, CancelFitException, CancelValidException, OptimWrapper)
+from fastai.basics import Learner, Callback, Recorder, GatherPredsCallback, CancelFitException, CancelValidException
 from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.training import GradientAccumulation
 from fastai.callback.progress import ProgressCallback, ShowGraphCallback, CSVLogger
