@@ -11,6 +11,7 @@ __all__ = ['map_tensors', 'to_host', 'move_learner', 'drawn_for', 'TfmPlacement'
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy, deepcopy
+from types import MethodType
 from itertools import chain
 import torch
 from torch import nn
@@ -250,9 +251,16 @@ def _name(t): return t.name if type(t) is Transform else getattr(t, '__name__', 
 
 def _is_noop(f): return f is None or getattr(f, '__func__', None) is DataLoader.after_batch
 
+def _own_copy(t):
+    "A copy of `t` whose methods are its own: before 2.8.12 fastai keeps `before_call` in the instance, bound to the original"
+    res = copy(t)
+    for k,v in vars(t).items():
+        if isinstance(v, MethodType) and v.__self__ is t: setattr(res, k, MethodType(v.__func__, res))
+    return res
+
 def _tfm_to(t, device):
     "A copy of `t` with the tensors that it names in `parameters` on `device`"
-    t = copy(t)
+    t = _own_copy(t)
     for a in L(getattr(t, 'parameters', None)):
         if isinstance(getattr(t,a), torch.Tensor): setattr(t, a, getattr(t,a).to(device))
     return t

@@ -37,7 +37,7 @@ def train_loop(index, how):
     learn.load('shared_before')
     learn.detach_tpu_distributed()
     assert learn.model.weight.device.type=='cpu' and learn.path==Path('.'), learn.path
-    print(f'{how}: rank {index} of {world_size()}, {w.sum():.6f}', file=sys.stderr, flush=True)
+    sys.stderr.write(f'\\n{how}: rank {index} of {world_size()}, {w.sum():.6f}\\n')
     return w
 
 if __name__=='__main__':
