@@ -295,6 +295,7 @@ class ShardedDL(XLADL):
         self.src,self.rank,self.world_size,self.train,self.even,self._idxs,self.n_batches = dl,rank(),world_size(),train,even,None,None
         self._owns_state,self.seed = self.rank==0 or xr.addressable_device_count()==1,0
         with self._draws(): dl = dl.new(bs=dl.bs*self.world_size) if train and _is_stateful(dl) else _copy_dl(dl)
+        if train and self.world_size>1 and _is_stream(dl) and dl.bs: dl.drop_last = True
         super().__init__(dl, device, **kwargs)
         self.bs = None if _is_torch(dl) else getattr(self.src, 'bs', getattr(dl, 'batch_size', None))
         self.chunk = self.bs if _in_samples(dl) else None
@@ -429,7 +430,9 @@ def _skips(rank, seen): return (f"Rank {rank} got {seen}: a dataset that skips s
 
 def _is_torch(dl): return isinstance(dl, torch.utils.data.DataLoader) and dl.batch_sampler is not None and not isinstance(dl.dataset, torch.utils.data.IterableDataset)
 
-def _in_samples(dl): return _is_torch(dl) or isinstance(dl, DataLoader) and dl.indexed and dl.n is not None
+def _is_stream(dl): return isinstance(dl, DataLoader) and not (dl.indexed and dl.n is not None)
+
+def _in_samples(dl): return _is_torch(dl) or isinstance(dl, DataLoader) and not _is_stream(dl)
 
 def _torch_dl(dl, batches):
     "torch's `dl` with other batches"
