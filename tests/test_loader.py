@@ -360,3 +360,24 @@ def test_nothing_outlives_a_fit_that_broke(num_workers, exc, train):
 def test_lr_find_leaves_nothing():
     learn = twin(tpu=True, num_workers=2)
     with nothing_left(): learn.lr_find(num_it=10, show_plot=False, stop_div=False)
+
+# ---- every fastai loader, here and on two ranks
+
+def _all(dl): return [apply(lambda t: t.cpu() if isinstance(t, Tensor) else t, b) for b in dl]
+
+def _both_seeds(mk, f):
+    set_seed(42)
+    dls = mk()
+    set_seed(7)
+    return f(dls)
+
+@pytest.mark.parametrize('mk', KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize('wrap', [XLADL, ShardedDL])
+def test_every_loader_gives_what_it_gave(mk, wrap):
+    "Types, values and order, for training, validation, `new`, and a loader of other samples"
+    def batches(dls, f=noop):
+        vals = dls.valid.new(bs=3) if not hasattr(dls.valid, 'make_chunks') else dls.valid
+        return [_all(f(dl)) for dl in (dls.train, dls.valid, vals)]
+    want,got = _both_seeds(mk, batches),_both_seeds(mk, partial(batches, f=lambda dl: wrap(dl, DEVICE)))
+    assert all(len(o)>1 for o in want)
+    close(want, got, rtol=0, atol=1e-6)
