@@ -8,11 +8,12 @@ Docs: https://fastai-xla.github.io/fastai_xla/data.html.md"""
 __all__ = ['upload', 'XLADL', 'shard_idxs', 'ShardedDL']
 
 # %% ../nbs/05_data.ipynb #imports
-import queue, random, threading
+import itertools, queue, random, threading
 from copy import copy
 from contextlib import contextmanager
 from functools import partial
 import numpy as np, torch
+from torch.utils.data import get_worker_info
 from fastcore.all import chunked, first, is_listy, noop
 from fastai.torch_basics import explode_types
 from fastai.basics import TfmdDL, DataLoader, apply, to_detach
@@ -100,6 +101,30 @@ class _Turns:
         try: yield
         finally: self.lock.acquire()
 
+# %% ../nbs/05_data.ipynb #workers
+def _copy_dl(dl):
+    "A fastai loader of its own on the same data; anything else as it is"
+    if not isinstance(dl, DataLoader): return dl
+    res = copy(dl)
+    res.fake_l = copy(dl.fake_l)
+    vars(res.fake_l).update(d=res, default=res, dataset=res.fake_l)
+    return res
+
+def _seeded(create_batches, rank, samps):
+    "The batches of a worker process, each with a seed of its own"
+    it,info = create_batches(samps),get_worker_info()
+    for i in itertools.count(info.id, info.num_workers):
+        _seed_all((info.seed-info.id + 2**24*rank + i)%2**32)
+        try: yield next(it)
+        except StopIteration: return
+
+def _start(dl):
+    "Start an iteration of fastai's `dl`: here, or in worker processes"
+    if dl.fake_l.num_workers:
+        dl = _copy_dl(dl)
+        dl.create_batches = partial(_seeded, dl.create_batches, rank())
+    return _loaders[dl.fake_l.num_workers==0](dl.fake_l)
+
 # %% ../nbs/05_data.ipynb #xladl
 class _End: pass
 
@@ -132,7 +157,7 @@ class XLADL(TfmdDL):
         dl.randomize()
         dl.before_iter()
         dl._DataLoader__idxs = dl.get_idxs()
-        return _loaders[dl.fake_l.num_workers==0](dl.fake_l)
+        return _start(dl)
 
     def _make(self, it, tfms, turns):
         "The next batch of `it` through the host's transforms, or `_End`"
@@ -270,9 +295,10 @@ class ShardedDL(XLADL):
         self.src,self.rank,self.world_size,self.train,self.even,self._idxs,self.n_batches = dl,rank(),world_size(),train,even,None,None
         self._owns_state,self.seed = self.rank==0 or xr.addressable_device_count()==1,0
         with self._draws(): dl = dl.new(bs=dl.bs*self.world_size) if train and _is_stateful(dl) else _copy_dl(dl)
+        if train and self.world_size>1 and _is_stream(dl) and dl.bs: dl.drop_last = True
         super().__init__(dl, device, **kwargs)
         self.bs = None if _is_torch(dl) else getattr(self.src, 'bs', getattr(dl, 'batch_size', None))
-        self.chunk = self.bs
+        self.chunk = self.bs if _in_samples(dl) else None
 
     @contextmanager
     def _draws(self):
@@ -364,10 +390,10 @@ class ShardedDL(XLADL):
             if not isinstance(dl, DataLoader): return self._in_turn(iter(dl))
             if not _in_samples(dl):
                 dl._DataLoader__idxs = dl.get_idxs()
-                return self._in_turn(_loaders[dl.fake_l.num_workers==0](dl.fake_l))
+                return self._in_turn(_start(dl))
             dl._DataLoader__idxs = idxs.tolist()
             if self.chunk: dl.chunkify = partial(chunked, chunk_sz=self.chunk, drop_last=False)
-            return _loaders[dl.fake_l.num_workers==0](dl.fake_l)
+            return _start(dl)
 
     def _in_turn(self, it):
         "Every `world_size`-th batch; in training those alone of which every rank has one"
@@ -402,17 +428,11 @@ class ShardedDL(XLADL):
 def _skips(rank, seen): return (f"Rank {rank} got {seen}: a dataset that skips samples (SkipItemException) cannot be shared by ranks in training. "
                                 "Remove those samples before you make the DataLoaders.")
 
-def _copy_dl(dl):
-    "A fastai loader of its own on the same data; anything else as it is"
-    if not isinstance(dl, DataLoader): return dl
-    res = copy(dl)
-    res.fake_l = copy(dl.fake_l)
-    vars(res.fake_l).update(d=res, default=res, dataset=res.fake_l)
-    return res
-
 def _is_torch(dl): return isinstance(dl, torch.utils.data.DataLoader) and dl.batch_sampler is not None and not isinstance(dl.dataset, torch.utils.data.IterableDataset)
 
-def _in_samples(dl): return _is_torch(dl) or isinstance(dl, DataLoader) and dl.indexed and dl.n is not None
+def _is_stream(dl): return isinstance(dl, DataLoader) and not (dl.indexed and dl.n is not None)
+
+def _in_samples(dl): return _is_torch(dl) or isinstance(dl, DataLoader) and not _is_stream(dl)
 
 def _torch_dl(dl, batches):
     "torch's `dl` with other batches"

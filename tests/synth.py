@@ -71,6 +71,41 @@ def tied_learner(path='.', **kwargs):
     samples = list(zip(x, x[:,0]))
     return Learner(dls_of(samples[:40], samples[40:]), Tied(), loss_func=CrossEntropyLossFlat(), path=path, **kwargs)
 
+# ---- DataLoaders of every kind
+
+def _vision_dls(target, *get_y):
+    "Pictures, with targets that are made of their first byte and the picture itself"
+    ims = [o[0] for o in images(19, 16)]
+    block = DataBlock((ImageBlock, *target), getters=[lambda i: PILImage.create(ims[i]), *[partial(lambda i, f: f(ims[i], int(ims[i][0,0,0])), f=f) for f in get_y]],
+                      n_inp=1, splitter=IndexSplitter(range(12, 19)))
+    return block.dataloaders(range(19), bs=4, num_workers=0)
+
+def _table_dls():
+    from fastai.tabular.all import TabularPandas, Categorify, CategoryBlock
+    df = pd.DataFrame(dict(a=list('xyz'*7), b=np.arange(21.), y=list('pqq'*7)))
+    return TabularPandas(df, procs=[Categorify], cat_names=['a'], cont_names=['b'], y_names='y', y_block=CategoryBlock(),
+                         splits=(L(range(14)), L(range(14, 21)))).dataloaders(bs=4, num_workers=0)
+
+def _collab_dls():
+    from fastai.collab import CollabDataLoaders
+    return CollabDataLoaders.from_df(pd.DataFrame(dict(u=np.arange(30)%7, i=np.arange(30)%5, r=np.arange(30)/6.)), seed=1, bs=4, num_workers=0)
+
+def _lm_dls():
+    from fastai.text.all import LMDataLoader
+    texts = [torch.arange(n)+n for n in (13,22,9,31,18,25)]
+    return DataLoaders(*[LMDataLoader(texts, bs=4, seq_len=5, num_workers=0) for _ in range(2)])
+
+def _sorted_dls():
+    from fastai.text.all import SortedDL, TensorText, pad_input
+    samples = [(TensorText(torch.arange(2+i*5%9)+1), i%3) for i in range(19)]
+    return DataLoaders(*[SortedDL(samples, bs=4, shuffle=s, num_workers=0, before_batch=partial(pad_input, pad_idx=0)) for s in (True,False)])
+
+KINDS = dict(image=lambda: image_dls(n_trn=12, n_val=7, bs=4),
+    segmentation=lambda: _vision_dls([MaskBlock(codes=['a','b'])], lambda im,k: PILMask.create((im[...,0]>110).astype(np.uint8))),
+    points=lambda: _vision_dls([PointBlock], lambda im,k: [[3.,4.],[k%16,9.]]),
+    boxes=lambda: _vision_dls([BBoxBlock, BBoxLblBlock], lambda im,k: [[2,3,9,12],[1,1,k%8+4,8]][:1+k%2], lambda im,k: ['p','q'][:1+k%2]),
+    table=_table_dls, collab=_collab_dls, lm=_lm_dls, sorted=_sorted_dls)
+
 # ---- a plain Learner and its twin
 
 def twin(mk=mlp_learner, tpu=False, batch_tfms='auto', **kwargs):

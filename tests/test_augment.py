@@ -254,16 +254,19 @@ def test_a_rounding_before_saturation_shows_on_the_cpu_too():
     assert (f(x.clone())-f(x+6e-8)).abs().max()>1e-3
     assert (f(x.clone())-to_host(f(upload(x, DEVICE)))).abs().max()<1e-5
 
-if __name__=='__main__':
-    print(f'{"transform":24}{"off by":>9}  fallbacks  reads  compiles  uploads a batch')
-    def row(name, d, c): print(f'{name:24}{max(d):9.1e}{sum(c.fallbacks.values()):11}{c.reads:7}{c.compiles:10}{c.uploads/N_BATCHES:17.1f}')
-    for name,(make,_) in TFMS.items(): row(name, *of_pipeline(lambda: L(make()), batch('bytes' if name in ('int_to_float','whole') else 'image')))
-    for name,(make,h,w) in SIZES.items(): row(f'{name} {h}x{w}, mask', *of_pipeline(lambda: L(make()), batch('mask', h, w)))
-    for kind in ('mask','points','boxes'): row(f'aug_mult with {kind}', *of_pipeline(lambda: L(TFMS['aug_mult'][0]()), batch(kind)))
-    for mode in ('const','rand'): row(f'timm erasing {mode}', *of_pipeline(lambda: [TimmErasing(mode=mode, device='cpu')], batch('image')))
+def table():
+    "Of each transform: its name, the largest difference to the CPU, and what XLA counted in ten batches"
+    for name,(make,_) in TFMS.items(): yield name, *of_pipeline(lambda: L(make()), batch('bytes' if name in ('int_to_float','whole') else 'image'))
+    for name,(make,h,w) in SIZES.items(): yield f'{name} {h}x{w}, mask', *of_pipeline(lambda: L(make()), batch('mask', h, w))
+    for kind in ('mask','points','boxes'): yield f'aug_mult with {kind}', *of_pipeline(lambda: L(TFMS['aug_mult'][0]()), batch(kind))
+    for mode in ('const','rand'): yield f'timm erasing {mode}', *of_pipeline(lambda: [TimmErasing(mode=mode, device='cpu')], batch('image'))
     for make in (MixUp,CutMix):
         for stack_y,y in ((True,TensorCategory(torch.arange(BS))), (False,TensorMultiCategory(torch.rand(BS,3)))):
-            row(f'{make.__name__} stack_y={stack_y}', *measure(Mixing(make, stack_y), Mixing(make, stack_y), (*batch('image'),y)))
+            yield f'{make.__name__} stack_y={stack_y}', *measure(Mixing(make, stack_y), Mixing(make, stack_y), (*batch('image'),y))
     for mode in ('batch','pair','elem'):
         f = TimmMixup(mode=mode, num_classes=BS, cutmix_alpha=1., prob=.8)
-        row(f'timm Mixup {mode}', *measure(lambda b: f(*b), lambda b: f(*b), (*batch('image'),torch.arange(BS))))
+        yield f'timm Mixup {mode}', *measure(lambda b: f(*b), lambda b: f(*b), (*batch('image'),torch.arange(BS)))
+
+if __name__=='__main__':
+    print(f'{"transform":24}{"off by":>9}  fallbacks  reads  compiles  uploads a batch')
+    for name,d,c in table(): print(f'{name:24}{max(d):9.1e}{sum(c.fallbacks.values()):11}{c.reads:7}{c.compiles:10}{c.uploads/N_BATCHES:17.1f}')

@@ -401,6 +401,20 @@ class Skipping:
         if i==5: raise SkipItemException
         return self.o[i]
 
+@pytest.mark.parametrize('kind', [o for o in KINDS if o!='lm'])
+def test_shares_of_every_loader(kind):
+    "The validation batches of the ranks, in turn, are those of one process; in training all get as many"
+    def f(r):
+        with dls_lock: dls = seeded(KINDS[kind])
+        val = ShardedDL(dls.valid, xla_device(), train=False, pad=True)
+        return [host(val.trim(b)) for b in val], [len(first(tensors(b))) for b in ShardedDL(dls.train, xla_device())]
+    dls_lock = threading.Lock()
+    ranks = run_replicas(f)
+    want = list(seeded(KINDS[kind]).valid)
+    got = [ranks[i%N][0][i//N] for i in range(len(want))]
+    close(want, got, rtol=0, atol=1e-6)
+    assert sum(len(val) for val,_ in ranks)==len(want) and len({len(trn) for _,trn in ranks})==1
+
 def test_skipped_samples_are_an_error_in_training():
     with pytest.raises(RuntimeError, match='skips samples .SkipItemException. cannot be shared by ranks'):
         on_ranks(fitted, own_net, bs=B, mk_dl=lambda ds, bs: fastai_dl(Skipping(ds), bs))

@@ -241,6 +241,26 @@ def test_random_runs_can_be_repeated():
     first = losses()
     for _ in range(2): assert losses()==pytest.approx(first, rel=1e-4)
 
+def drawn(num_workers, prefetch=2, plain=False, stop=None, **kwargs):
+    "Pictures of two epochs, and a draw after them; the first epoch ends before batch `stop`"
+    dl = twin(image_dls, num_workers=num_workers, **kwargs).train
+    if not plain: dl = sent(dl, batch_tfms='host', prefetch=prefetch)
+    return [[b[0].cpu() for b,_ in zip(dl, range(n or len(dl)))] for n in (stop,None)], random.random()
+
+def test_draws_do_not_depend_on_workers_and_prefetch():
+    "One worker or three, however many batches wait, and also where an epoch was left early"
+    for stop in (None,2):
+        f = partial(drawn, item_tfms=RandomResizedCrop(8), tfms=random_tfms(), stop=stop)
+        want = f(1)
+        for nw,prefetch in ((1,4), (2,2), (3,1)): close(want, f(nw, prefetch), rtol=0, atol=0)
+
+def test_draws_without_workers_are_those_of_plain_fastai():
+    f = partial(drawn, 0, item_tfms=RandomResizedCrop(8), tfms=random_tfms())
+    for prefetch in (1,4): close(f(plain=True), f(prefetch), rtol=0, atol=0)
+
+def test_draws_of_batch_transforms_need_no_workers():
+    close(drawn(0, tfms=random_tfms()), drawn(2, tfms=random_tfms()), rtol=0, atol=0)
+
 def test_random_transforms_by_auto():
     "fastai's transforms run on the device; the table says why"
     learn = twin(image_learner, tpu=True, tfms=random_tfms())
@@ -340,3 +360,24 @@ def test_nothing_outlives_a_fit_that_broke(num_workers, exc, train):
 def test_lr_find_leaves_nothing():
     learn = twin(tpu=True, num_workers=2)
     with nothing_left(): learn.lr_find(num_it=10, show_plot=False, stop_div=False)
+
+# ---- every fastai loader, here and on two ranks
+
+def _all(dl): return [apply(lambda t: t.cpu() if isinstance(t, Tensor) else t, b) for b in dl]
+
+def _both_seeds(mk, f):
+    set_seed(42)
+    dls = mk()
+    set_seed(7)
+    return f(dls)
+
+@pytest.mark.parametrize('mk', KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize('wrap', [XLADL, ShardedDL])
+def test_every_loader_gives_what_it_gave(mk, wrap):
+    "Types, values and order, for training, validation, `new`, and a loader of other samples"
+    def batches(dls, f=noop):
+        vals = dls.valid.new(bs=3) if not hasattr(dls.valid, 'make_chunks') else dls.valid
+        return [_all(f(dl)) for dl in (dls.train, dls.valid, vals)]
+    want,got = _both_seeds(mk, batches),_both_seeds(mk, partial(batches, f=lambda dl: wrap(dl, DEVICE)))
+    assert all(len(o)>1 for o in want)
+    close(want, got, rtol=0, atol=1e-6)
