@@ -297,16 +297,20 @@ def _is_plain(v): return v is None or isinstance(v, (bool,int,float,str))
 
 def _module_state(m): return {k: v for k,v in vars(m).items() if _is_plain(v)}
 
+def _host_state(learn):
+    "Host copies of the model's tensors by name, and the optimizer's state"
+    ts,opt = {k: t for k,t in _model_objects(learn).items() if k[0]=='tensor'},learn.opt
+    hosts,opt = to_host([list(ts.values()), None if opt is None else opt.state_dict()])
+    return {k: (h.detach().as_subclass(torch.Tensor), t.requires_grad) for (k,t),h in zip(ts.items(), hosts)},opt
+
 def _pack_home(learn, known):
     "What `learn` of the main rank has become, as bytes"
-    model,opt = _model_objects(learn),learn.opt
-    objects = {**known, **model}
-    ts = {k: t for k,t in model.items() if k[0]=='tensor'}
-    hosts = to_host([list(ts.values()), None if opt is None else opt.state_dict()])
+    model = _model_objects(learn)
+    objects,(tensors,opt) = {**known, **model},_host_state(learn)
     states = {k: {a: v for a,v in vars(o).items() if a!='learn'} for k,o in known.items() if k[0] in ('cb','metric')}
     states['learn'] = {a: v for a,v in vars(learn).items() if a not in _stays and not _is_ours(v)}
-    home = dict(tensors={k: (h.detach().as_subclass(torch.Tensor), t.requires_grad) for (k,t),h in zip(ts.items(), hosts[0])}, opt=hosts[1],
-                modules={k: _module_state(m) for k,m in model.items() if k[0]=='module'}, frozen=getattr(opt, 'frozen_idx', None), grads=_with_grad(learn),
+    home = dict(tensors=tensors, opt=opt,
+                modules={k: _module_state(m) for k,m in model.items() if k[0]=='module'}, frozen=getattr(learn.opt, 'frozen_idx', None), grads=_with_grad(learn),
                 cbs=[cb for cb in learn.cbs if not _is_ours(cb)], rng=_rng_state(), rngs={k: vars(o)['rng'] for k,o in known.items() if k[0]=='dl' and 'rng' in getattr(o, '__dict__', ())})
     return _home_dumps(home, objects),_states(states, objects)
 
@@ -380,14 +384,17 @@ class _Reporter(Callback):
     def _tell(self, event_name):
         self.tpu_distributed_trainer.queue.flush()
         rec = getattr(self.learn, 'recorder', None)
-        if event_name=='after_epoch' and time.monotonic()-self.last>self.every:
+        if event_name=='after_epoch' and from_main(lambda: time.monotonic()-self.last>self.every):
             post(('home', self.pack(self.learn)))
             self.last = time.monotonic()
         post(('event', event_name, self._state(), {k: getattr(rec, k) for k in ('values','iters','log','metric_names') if hasattr(rec, k)}))
 
 class _Stopper(Callback):
-    "What `_Reporter` does on the other ranks: heed Ctrl-C"
+    "What `_Reporter` does on the other ranks: heed Ctrl-C, and read the state when it does, since a read may change the next graph, which must be the same on all ranks"
     order = 1000
+    def after_epoch(self):
+        if from_main(noop): _host_state(self.learn)
+
     def after_batch(self):
         if self.training and stop_requested(): raise CancelFitException
 

@@ -226,7 +226,11 @@ def test_ctrl_c_keeps_what_was_reached():
     b = learner(cbs=Slow()).to_tpu_distributed(n_cores=N)
     b.fit(1)
     before,pids = [p.clone() for p in b.model.parameters()],[p.pid for p in get_pool(N)._procs]
-    threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    def interrupt():
+        while not 3<len(b.recorder.losses)<600: time.sleep(.05)
+        os.kill(os.getpid(), signal.SIGINT)
+    b.recorder.losses.clear()
+    threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(KeyboardInterrupt): b.fit(100)
     n = len(b.recorder.losses)
     assert 0<n<600 and not all(torch.equal(p, q) for p,q in zip(before, b.model.parameters()))
