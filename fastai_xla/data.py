@@ -19,25 +19,17 @@ from fastai.torch_basics import explode_types
 from fastai.basics import TfmdDL, DataLoader, apply, to_detach
 from fastai.data.load import _loaders
 from .runtime import torch_xla, xr, rank, world_size, from_main
-from .placement import TfmPlacement, drawn_for, map_tensors, to_host
+from .placement import TfmPlacement, drawn_for, map_tensors, to_host, _on_cpu, _send, _tensors
 
 # %% ../nbs/05_data.ipynb #upload
-def _on_cpu(o): return isinstance(o, torch.Tensor) and o.device.type=='cpu'
-
 def upload(
     b, # Nested tuples, lists and dicts with tensors
     device, # XLA device
 ):
     "`b` with its CPU tensors on `device`, sent in one call, types and metadata kept"
-    def _send(ts): return torch_xla._XLAC._xla_tensors_from_aten([t.contiguous() for t in ts], [str(device)]*len(ts), None)
-    return map_tensors(_send, b, select=_on_cpu)
+    return map_tensors(partial(_send, device=device), b, select=_on_cpu)
 
 # %% ../nbs/05_data.ipynb #pad
-def _tensors(b):
-    ts = []
-    apply(lambda o: ts.append(o) if isinstance(o, torch.Tensor) else None, b)
-    return ts
-
 def _pad(b, n, bs):
     "`b` with `n` samples filled up to `bs`"
     return apply(lambda o: torch.cat([o, o[:1].expand(bs-n, *o.shape[1:])]) if isinstance(o, torch.Tensor) else o, b)

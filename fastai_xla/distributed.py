@@ -84,7 +84,9 @@ def _broadcast(ts):
     for t,o in zip(ts, new): t.copy_(o)
     torch_xla.sync()
 
-def _tensors(learn): return [t for m in _modules(learn) for t in (*m.parameters(), *m.buffers())]
+def _model_tensors(learn):
+    "Parameters and buffers by name"
+    return {('tensor',i,n): t for i,m in enumerate(_modules(learn)) for n,t in (*m.named_parameters(), *m.named_buffers())}
 
 # %% ../nbs/09_distributed.ipynb #reducer
 class GradientReducer(Callback):
@@ -112,7 +114,7 @@ class GradientReducer(Callback):
 _displays = ('fastai.callback.progress','fastai.callback.wandb','fastai.callback.tensorboard','fastai.callback.neptune',
              'fastai.callback.comet','fastai.callback.azureml')
 
-def _is_display(cb): return type(cb).__module__ in _displays or any(c.__module__ in _displays for c in type(cb).__mro__)
+def _is_display(cb): return any(c.__module__ in _displays for c in type(cb).__mro__)
 
 def _lengthen_lr_find(learn, n_cores):
     "fastai counted on the batches of one core when it chose a number of epochs"
@@ -137,7 +139,7 @@ class TPUDistributedTrainer(TPUTrainer):
 
     def before_fit(self):
         super().before_fit()
-        _broadcast(_tensors(self.learn))
+        _broadcast([*_model_tensors(self.learn).values()])
         _lengthen_lr_find(self.learn, world_size())
         for cb in [] if is_main() else self.learn.cbs.filter(_is_display): cb.run = False
 
@@ -248,9 +250,7 @@ def _loaders(learn):
 
 def _model_objects(learn):
     "Modules, parameters and buffers by name"
-    ms = list(enumerate(_modules(learn)))
-    return {**{('module',i,n): o for i,m in ms for n,o in m.named_modules()},
-            **{('tensor',i,n): t for i,m in ms for n,t in (*m.named_parameters(), *m.named_buffers())}}
+    return {**{('module',i,n): o for i,m in enumerate(_modules(learn)) for n,o in m.named_modules()}, **_model_tensors(learn)}
 
 # %% ../nbs/09_distributed.ipynb #home-pickle
 class _HomePickler(cloudpickle.Pickler):
@@ -282,11 +282,10 @@ def _states(states, objects):
     except Exception: return _home_dumps({k: {a: v for a,v in st.items() if _travels(v, objects)} for k,st in states.items()}, objects)
 
 # %% ../nbs/09_distributed.ipynb #grads
-def _with_grad(learn): return [k for k,t in _model_objects(learn).items() if k[0]=='tensor' and t.grad is not None]
+def _with_grad(learn): return {k for k,t in _model_tensors(learn).items() if t.grad is not None}
 
 def _zero_grads(learn, names):
-    for k,t in _model_objects(learn).items():
-        if k[0]=='tensor': t.grad = torch.zeros_like(t) if k in names else None
+    for k,t in _model_tensors(learn).items(): t.grad = torch.zeros_like(t) if k in names else None
 
 # %% ../nbs/09_distributed.ipynb #pack
 _stays = set('dls model opt cbs lock logger create_mbar path shared_path dl xb yb pred loss loss_grad opt_func loss_func splitter _metrics'.split())
@@ -299,7 +298,7 @@ def _module_state(m): return {k: v for k,v in vars(m).items() if _is_plain(v)}
 
 def _host_state(learn):
     "Host copies of the model's tensors by name, and the optimizer's state"
-    ts,opt = {k: t for k,t in _model_objects(learn).items() if k[0]=='tensor'},learn.opt
+    ts,opt = _model_tensors(learn),learn.opt
     hosts,opt = to_host([list(ts.values()), None if opt is None else opt.state_dict()])
     return {k: (h.detach().as_subclass(torch.Tensor), t.requires_grad) for (k,t),h in zip(ts.items(), hosts)},opt
 
@@ -356,9 +355,17 @@ class _Note:
     def __init__(self, state, lr, smooth): self.state,self.lr,self.smooth = state,lr,smooth
     def arrived(self, loss): post(('batch', dict(self.state, loss=loss, smooth_loss=_known(self.smooth)), self.lr))
 
-class _Reporter(Callback):
-    "Tells the notebook what happens on the main rank; `pack` makes the state to bring home"
+class _Stopper(Callback):
+    "Heeds Ctrl-C, and reads the state when the main rank sends it home: a read may change the next graph, which must be the same on all ranks"
     order = 1000
+    def after_epoch(self):
+        if from_main(noop): _host_state(self.learn)
+
+    def after_batch(self):
+        if self.training and stop_requested(): raise CancelFitException
+
+class _Reporter(_Stopper):
+    "Tells the notebook what happens on the main rank; `pack` makes the state to bring home"
     def __init__(self,
         pack, # Makes of a Learner what goes home
         every:float, # Seconds between two states sent home, at the end of an epoch
@@ -379,7 +386,7 @@ class _Reporter(Callback):
         elif time.monotonic()-self.sent>.2:
             post(('event', 'after_batch', self._state(), {}))
             self.sent = time.monotonic()
-        if self.training and stop_requested(): raise CancelFitException
+        self.after_batch()
 
     def _tell(self, event_name):
         self.tpu_distributed_trainer.queue.flush()
@@ -388,15 +395,6 @@ class _Reporter(Callback):
             post(('home', self.pack(self.learn)))
             self.last = time.monotonic()
         post(('event', event_name, self._state(), {k: getattr(rec, k) for k in ('values','iters','log','metric_names') if hasattr(rec, k)}))
-
-class _Stopper(Callback):
-    "What `_Reporter` does on the other ranks: heed Ctrl-C, and read the state when it does, since a read may change the next graph, which must be the same on all ranks"
-    order = 1000
-    def after_epoch(self):
-        if from_main(noop): _host_state(self.learn)
-
-    def after_batch(self):
-        if self.training and stop_requested(): raise CancelFitException
 
 # %% ../nbs/09_distributed.ipynb #stage
 class _Stage:
