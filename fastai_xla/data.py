@@ -149,12 +149,14 @@ class XLADL(TfmdDL):
         self.placement = TfmPlacement(self.after_batch, batch_tfms)
         self.bs,self.real = getattr(dl, 'bs', getattr(dl, 'batch_size', None)),None
         self.shapes = _shapes_of(vars(self).get('src', dl))
-        self.lens = bucket_lens(self._text_lens, self._step_bs()) if pad_text and self._text_lens is not None else ()
+        self.lens = () if not pad_text or self._text_lens is None else bucket_lens(self._text_lens, self._step_bs(), 3 if self._one_size else 2)
 
     _owns_state = True
 
     @property
     def _text_lens(self): return self.dl.res if isinstance(self.dl, SortedDL) and self.dl.sort_func is _default_sort else None
+    @property
+    def _one_size(self): return getattr(self.dl, 'drop_last', False) or not self.pad and len(self._text_lens)%self._step_bs()==0
     def _step_bs(self): return self.bs or 1
     def _len_of(self, n): return bucket_len(n, self.lens)
     def _new_turns(self): return _Turns()

@@ -96,11 +96,15 @@ def _kept(enc, x):
     if enc.max_len is not None: kept = kept & (last+1-pos//enc.bptt*enc.bptt<=enc.max_len)
     return kept[_parts(enc, len(pos))[1]:]
 
-def _start(m, bs):
-    "Set the states of `m` to zeros for `bs` rows; constants of the graph, not uploads"
-    p = next(m.parameters())
-    def _zeros(l): return p.new_zeros(m.n_dir, bs, (m.n_hid if l!=m.n_layers-1 else m.emb_sz)//m.n_dir)
-    m.bs,m.hidden = bs,[(_zeros(l),_zeros(l)) for l in range(m.n_layers)]
+def _zeros(m, l, device):
+    "The two states of layer `l` of `m` before the first batch"
+    size = m.n_dir,m.bs,(m.n_hid if l!=m.n_layers-1 else m.emb_sz)//m.n_dir
+    return tuple(torch.zeros(size, dtype=next(m.parameters()).dtype, device=device) for _ in range(2))
+
+def _start(m, bs, device):
+    "Set the states of `m` to zeros for `bs` rows: constants of the graph, not uploads"
+    m.bs = bs
+    m.hidden = [_zeros(m, l, device) for l in range(m.n_layers)]
 
 def _zero_but(keep, t, dim): return torch.where(keep.view([-1 if d==dim else 1 for d in range(t.ndim)]), t, torch.zeros_like(t))
 
@@ -110,7 +114,7 @@ def _encode(old, self, input):
     if not (_on_xla(input) and isinstance(m, AWD_LSTM)): return old(self, input)
     (bs,sl),row,outs = input.shape,torch.arange(len(input), device=input.device),[]
     starts,first = _parts(self, sl)
-    _start(m, bs)
+    _start(m, bs, input.device)
     for i in starts:
         on = row<(input[:,i]!=self.pad_idx).sum()
         out = _zero_but(on, m(input[:,i:i+self.bptt]), 0)
@@ -145,7 +149,9 @@ def _regularize(old, self):
 
 # %% ../nbs/04_text.ipynb #hidden
 @_replaces(AWD_LSTM, '_one_hidden', 'fastai 2.8', 'zeros that were a constant of the graph made the first batch of an epoch another graph')
-def _one_hidden(old, self, l): return tuple(h.cpu().to(h.device) if _on_xla(h) else h for h in old(self, l))
+def _one_hidden(old, self, l):
+    p = next(self.parameters())
+    return tuple(h.to(p.device) for h in _zeros(self, l, 'cpu')) if _on_xla(p) else old(self, l)
 
 # %% ../nbs/04_text.ipynb #lens
 def _round(n, to=8): return -(-n//to)*to
