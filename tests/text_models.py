@@ -35,20 +35,18 @@ def language_model(seq_len=8, drops=DROPS, **kwargs):
                                   metrics=[accuracy, Perplexity()], **kwargs)
 
 class EpochCounts(Callback):
-    "Counts of each epoch, of training and validation together in `epochs`, and of the batches alone in `train`; shapes of the inputs in `shapes`"
+    "Counts of each epoch, training with validation, in `epochs`, of its training batches alone in `batches`; shapes of the inputs of each epoch in `shapes`"
     order = 200
-    def before_fit(self): self.epochs,self.train,self.shapes,self.log = [],[],[],[]
+    def before_fit(self): self.epochs,self.batches,self.shapes = [],[],[]
     def before_epoch(self):
         xm.wait_device_ops()
         self.start = xla_counts()
-    def before_train(self):
-        self.t0 = xla_counts()
         self.shapes.append([])
+    def before_train(self): self.train_start = xla_counts()
     def after_batch(self):
         self.shapes[-1].append((self.training, tuple(self.x.shape)))
-        if self.training: self.last = xla_counts()-self.t0
-        xm.wait_device_ops(); self.log.append((self.training, self.epoch, tuple(self.x.shape), (xla_counts()-self.start).compiles))
-    def after_train(self): self.train.append(self.last)
+        if self.training: self.last = xla_counts()-self.train_start
+    def after_train(self): self.batches.append(self.last)
     def after_epoch(self):
         xm.wait_device_ops()
         self.epochs.append(xla_counts()-self.start)
