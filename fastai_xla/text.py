@@ -174,7 +174,7 @@ def bucket_len(
     lens=(), # Lengths to choose from, in rising order
 ):
     "The least of `lens` that is not less than `n`, else the next power of two"
-    return next((o for o in lens if o>=n), max(8, 1<<(n-1).bit_length()))
+    return next((o for o in lens if o>=n), max(8, 1<<int(n-1).bit_length()))
 
 # %% ../nbs/04_text.ipynb #pad-text
 def is_text(

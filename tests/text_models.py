@@ -5,7 +5,7 @@ from fastai_xla.all import xla_counts, xm
 DROPS = dict(output_p=0., hidden_p=0., input_p=0., embed_p=0., weight_p=1e-12)
 "As in `parity_models.text`: weights are dropped with a chance of 1e-12, so never"
 
-def many_lengths(n=56, longest=40, seed=0):
+def many_lengths(n=56, longest=24, seed=0):
     "`n` texts of 3 to `longest` words whose label depends on the words in them"
     rng = np.random.RandomState(seed)
     words,lens = np.array('good fine great bad poor awful'.split() + [f'w{i}' for i in range(45)]),rng.randint(3, longest+1, n)
