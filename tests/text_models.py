@@ -45,7 +45,9 @@ class EpochCounts(Callback):
     def before_train(self): self.train_start = xla_counts()
     def after_batch(self):
         self.shapes[-1].append((self.training, tuple(self.x.shape)))
-        if self.training: self.last = xla_counts()-self.train_start
+        if not self.training: return
+        if self.iter==self.n_iter-1: xm.wait_device_ops() # XLA counts a graph when it has run
+        self.last = xla_counts()-self.train_start
     def after_train(self): self.batches.append(self.last)
     def after_epoch(self):
         xm.wait_device_ops()
