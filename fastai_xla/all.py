@@ -3,6 +3,7 @@ from .patches import *
 from .virtual_cores import *
 from .placement import *
 from .augment import *
+from .text import *
 from .data import *
 from .metrics import *
 from .callback import *

@@ -15,6 +15,7 @@ from fastcore.all import L, patch, defaults
 from fastai.basics import Learner, Callback, TrainEvalCallback
 from .runtime import torch_xla, xla_device
 from .placement import TfmPlacement, move_learner
+from .text import pads_text
 from .data import XLADL, _base_seed
 from .metrics import HostQueue, DeviceMetric, device_metric
 import fastai_xla.augment
@@ -68,7 +69,7 @@ class TPUTrainer(Callback):
     def _start(self, pad):
         self._hold()
         _map_meters(self.learn, partial(device_metric, queue=self.queue))
-        self.learn.dl = self._loader(self.dl, batch_tfms=self.batch_tfms, pad=pad, on_end=self.release)
+        self.learn.dl = self._loader(self.dl, batch_tfms=self.batch_tfms, pad=pad, pad_text=pads_text(self.model), on_end=self.release)
 
     def _loader(self, dl, **kwargs): return XLADL(dl, self.device, **kwargs)
 

@@ -8,18 +8,21 @@ Docs: https://fastai-xla.github.io/fastai_xla/data.html.md"""
 __all__ = ['upload', 'XLADL', 'shard_idxs', 'ShardedDL']
 
 # %% ../nbs/05_data.ipynb #imports
-import itertools, queue, random, threading
+import itertools, queue, random, threading, warnings
 from copy import copy
 from contextlib import contextmanager
 from functools import partial
 import numpy as np, torch
 from torch.utils.data import get_worker_info
 from fastcore.all import chunked, first, is_listy, noop
+from torch.utils.weak import WeakIdKeyDictionary
 from fastai.torch_basics import explode_types
 from fastai.basics import TfmdDL, DataLoader, apply, to_detach
 from fastai.data.load import _loaders
+from fastai.text.data import SortedDL, _default_sort
 from .runtime import torch_xla, xr, rank, world_size, from_main
 from .placement import TfmPlacement, drawn_for, map_tensors, to_host, _on_cpu, _send, _tensors
+from .text import bucket_len, bucket_lens, is_text
 
 # %% ../nbs/05_data.ipynb #upload
 def upload(
@@ -33,6 +36,32 @@ def upload(
 def _pad(b, n, bs):
     "`b` with `n` samples filled up to `bs`"
     return apply(lambda o: torch.cat([o, o[:1].expand(bs-n, *o.shape[1:])]) if isinstance(o, torch.Tensor) else o, b)
+
+# %% ../nbs/05_data.ipynb #shapes
+class _Shapes:
+    "The shapes that the batches of a loader have had; says once when they are many"
+    def __init__(self): self.seen,self.told = {},False
+
+    def see(self, ts, most=4):
+        "Take note of the shapes of `ts`; more than `most` are many"
+        if self.told: return
+        self.seen.setdefault(tuple(tuple(t.shape) for t in ts), [type(t).__name__ for t in ts])
+        if len(self.seen)<=most: return
+        self.told = True
+        warnings.warn(_many_shapes(self.seen), stacklevel=2)
+
+def _many_shapes(seen):
+    names,cols = first(seen.values()),list(zip(*seen))
+    varying = [f"element {i} ({n}) came as {', '.join(map(str, list(dict.fromkeys(c))[:4]))} and more" for i,(n,c) in enumerate(zip(names, cols)) if len(set(c))>1]
+    return (f"The batches of this DataLoader have come in {len(seen)} shapes: {'; '.join(varying)}. XLA compiles the model again for each shape. "
+            "Give all samples one size: `item_tfms=Resize(...)` for images, texts padded to one of a few lengths in `before_batch`, `drop_last=True` in training.")
+
+_all_shapes = WeakIdKeyDictionary()
+
+def _shapes_of(dl):
+    "The `_Shapes` of `dl`, which stay with it from epoch to epoch"
+    try: return _all_shapes.setdefault(dl, _Shapes())
+    except TypeError: return _Shapes()
 
 # %% ../nbs/05_data.ipynb #rng
 def _rng_state(): return random.getstate(),np.random.get_state(),torch.get_rng_state()
@@ -129,15 +158,24 @@ class XLADL(TfmdDL):
         batch_tfms:str='auto', # Where batch transforms run, see `TfmPlacement`
         pad:bool=False, # Fill a smaller batch up to the batch size?
         prefetch:int=2, # Batches that may wait on the device
+        pad_text=None, # Function of a batch of texts and a length that pads it, see `pads_text`; None: lengths stay as they are
         on_end=noop, # Called when an iteration ends, however it ends
     ):
-        self.dl,self._device,self.pad,self.prefetch,self.on_end = dl,torch.device(device),pad,prefetch,on_end
+        self.dl,self._device,self.pad,self.prefetch,self.pad_text,self.on_end = dl,torch.device(device),pad,prefetch,pad_text,on_end
         for o in ('after_item','before_batch','after_batch'): setattr(self, o, getattr(dl, o, None))
         self.placement = TfmPlacement(self.after_batch, batch_tfms)
         self.bs,self.real = getattr(dl, 'bs', getattr(dl, 'batch_size', None)),None
+        self.shapes = _shapes_of(vars(self).get('src', dl))
+        self.lens = () if not pad_text or self._text_lens is None else bucket_lens(self._text_lens, self._step_bs(), 3 if self._one_size else 2)
 
     _owns_state = True
 
+    @property
+    def _text_lens(self): return self.dl.res if isinstance(self.dl, SortedDL) and self.dl.sort_func is _default_sort else None
+    @property
+    def _one_size(self): return getattr(self.dl, 'drop_last', False) or not self.pad and len(self._text_lens)%self._step_bs()==0
+    def _step_bs(self): return self.bs or 1
+    def _len_of(self, n): return bucket_len(n, self.lens)
     def _new_turns(self): return _Turns()
     def __len__(self): return len(self.dl)
     def new(self, *args, **kwargs): return self.dl.new(*args, **kwargs)
@@ -166,9 +204,13 @@ class XLADL(TfmdDL):
         ts = _tensors(b)
         if not ts: raise TypeError(f"The DataLoader gave a {type(b).__name__} without a tensor in it: {str(b)[:80]!r}. "
                                    "Only tensors can be sent to the device: return tensors or arrays from the dataset, or collate them.")
+        if self.pad_text and is_text(b):
+            b = self.pad_text(b, self._len_of(b[0].shape[1]))
+            ts = _tensors(b)
         n = len(ts[0]) if ts[0].ndim else 0
         ragged = self.pad and self.bs and 0<n<self.bs and all(t.ndim and len(t)==n for t in ts)
         if ragged: b = _pad(b, n, self.bs)
+        else: self.shapes.see(ts, most=4+len(self.lens))
         return upload(b, self._device),(n if ragged else None)
 
     def _fill(self, it, tfms, q, stop, turns):
@@ -284,7 +326,7 @@ class ShardedDL(XLADL):
         even:bool=False, # Drop samples of the last step until all ranks have as many?
         **kwargs, # Passed on to `XLADL`
     ):
-        self.src,self.rank,self.world_size,self.train,self.even,self._idxs,self.n_batches = dl,rank(),world_size(),train,even,None,None
+        self.src,self.rank,self.world_size,self.train,self.even,self._idxs,self.n_batches,self.step_lens = dl,rank(),world_size(),train,even,None,None,None
         self._owns_state,self.seed = self.rank==0 or xr.addressable_device_count()==1,0
         with self._draws(): dl = dl.new(bs=dl.bs*self.world_size) if train and _is_stateful(dl) else _copy_dl(dl)
         if train and self.world_size>1 and _is_stream(dl) and dl.bs: dl.drop_last = True
@@ -337,6 +379,7 @@ class ShardedDL(XLADL):
         start,end,m = _tail(*args, least) if self.train else (0,0,0)
         if m and start==end: own = np.append(own, np.arange(min(n, least)))
         self.n_own,self.n_batches,self.tail,self.chunk = len(own),-(-len(own)//bs),(end-start, m),self.bs
+        if self.shares_lens: self.step_lens = [max(self.dl.res[i] for i in step) for step in chunked(idxs, bs*self.world_size)]
         return idxs[own]
 
     def _rows(self, idxs):
@@ -363,10 +406,19 @@ class ShardedDL(XLADL):
         "Number of batches of all ranks that follow each other"
         return len(self.dl) if self.in_turn else len(self)
 
+    def _step_bs(self): return (self.bs or 1)*(self.world_size if self.train else 1)
+
+    @property
+    def shares_lens(self):
+        "Are the texts of a training step padded to one length on all ranks?"
+        return bool(self.pad_text and self.train and self._text_lens is not None)
+
+    def _len_of(self, n): return super()._len_of(max(n, self.step_lens[self.sent-1]) if self.shares_lens else n)
+
     @property
     def varies(self):
         "May the shapes of a step differ from rank to rank?"
-        return len(getattr(self.before_batch, 'fs', ()))>0
+        return len(getattr(self.before_batch, 'fs', ()))>self.shares_lens
 
     def step_sizes(self, i):
         "Number of samples of batch `i` here and on all ranks"

@@ -15,7 +15,7 @@ import torch
 from fastcore.all import GetAttr, detuplify
 from fastai.basics import Metric, AvgMetric, AvgLoss, AvgSmoothLoss, find_bs, to_detach
 from torch.utils._pytree import tree_map_only
-from fastai.metrics import AccumMetric, Dice, DiceMulti, CorpusBLEUMetric, LossMetric
+from fastai.metrics import foreground_acc, AccumMetric, Dice, DiceMulti, CorpusBLEUMetric, LossMetric
 from .runtime import gather_objects
 from .placement import to_host
 
@@ -126,6 +126,8 @@ class DeviceLossMetric(DeviceAvgMetric):
     "A `LossMetric`, which reads an attribute that the loss function sets at each batch"
     def trace(self, learn): self.traced = getattr(learn.loss_func, self.metric.attr, 0),find_bs(learn.yb)
 
+_on_host = (foreground_acc,) # an average whose function selects by a mask, which XLA cannot
+
 def device_metric(
     m:Metric, # A metric of a Learner or its Recorder
     queue:HostQueue, # Shared by all metrics of a Learner
@@ -134,6 +136,7 @@ def device_metric(
     kinds = {AvgLoss.accumulate: DeviceAvgLoss, AvgMetric.accumulate: DeviceAvgMetric, AvgSmoothLoss.accumulate: DeviceSmoothLoss,
              LossMetric.accumulate: DeviceLossMetric}
     if isinstance(m, DeviceMetric) or type(m).accumulate is Metric.accumulate: return m
+    if getattr(getattr(m, 'func', None), 'func', getattr(m, 'func', None)) in _on_host: return DeviceMetric(m, queue)
     return kinds.get(type(m).accumulate, DeviceMetric)(m, queue)
 
 # %% ../nbs/06_metrics.ipynb #share

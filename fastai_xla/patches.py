@@ -12,7 +12,7 @@ import sys, threading
 from copy import deepcopy
 from functools import partial, reduce, update_wrapper
 from types import FunctionType, MethodType
-import cloudpickle, plum, torch, fastai.optimizer, fastai.text.models.core
+import cloudpickle, plum, torch, fastai.optimizer
 from fastai.basics import Learner, Callback, Recorder, Metric, DataLoader, Transform, CancelBatchException, join_path_file
 from fastcore.all import L, noop, store_attr
 from fastai.callback.fp16 import MixedPrecision
@@ -296,7 +296,3 @@ def _resolve_method_with_cache(old, self, *args, **kwargs):
     except plum.NotFoundLookupError as e:
         e.__cause__ = e.__context__ = None
         raise e.with_traceback(None)
-
-# %% ../nbs/01_patches.ipynb #pool
-@_replaces(fastai.text.models.core, 'masked_concat_pool', 'torch_xla 2.8-2.9', '`mask[:,-bptt:]` raised for texts shorter than `bptt`, whose default is 72')
-def _masked_concat_pool(old, output, mask, bptt): return old(output, mask, min(bptt, output.shape[1]))

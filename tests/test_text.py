@@ -1,0 +1,131 @@
+"fastai's text learners as they are: few graphs, no fallback, no read in a batch, and the results of plain fastai. Texts differ in length"
+import os
+os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0') # compiles three times as fast; read when the runtime starts
+import warnings
+import numpy as np, pytest, torch, torch_xla
+from torch import nn
+from fastai_xla.all import XLADL, apply_patches, undo_patches, xla_device
+from fastai_xla.text import bucket_lens, pads_text
+from fastai.text.all import LMLearner, TensorImage, TfmdDL
+from text_models import DROPS, OPTS, TOLS, EpochCounts, assert_same, classifier, language_model, leaves, moved
+
+TOL = {**TOLS['text'], 'start':1e-6, 'metrics':1e-4}
+"Predictions and losses at the start, of plain evaluation, are those of the CPU but for the last bit or two; perplexity is about fifty"
+MAX_GRAPHS = 8 # of a first epoch, training and validation
+ALL_DROPS = dict.fromkeys(DROPS, .1)
+LEARNERS = dict(classifier=classifier, language_model=language_model)
+
+@pytest.fixture(autouse=True, scope='module')
+def started(): xla_device()
+
+def quiet_fit(learn, *args, **kwargs):
+    with learn.no_bar(),learn.no_logging(): learn.fit(*args, **kwargs)
+    return learn
+
+# ---- graphs
+
+@pytest.mark.parametrize('name', LEARNERS)
+def test_few_graphs_and_no_reads(name):
+    "With dropout and the regularizer on"
+    cb,learn = EpochCounts(),LEARNERS[name](drops=ALL_DROPS).to_tpu(fetch_every=1e9)
+    with warnings.catch_warnings():
+        warnings.filterwarnings('error', message='The batches of this DataLoader')
+        quiet_fit(learn, 2, 1e-2, cbs=cb)
+    print(name, 'compiles', [o.compiles for o in cb.epochs])
+    assert 0<cb.epochs[0].compiles<=MAX_GRAPHS and cb.epochs[1].compiles==0
+    assert [o.fallbacks for o in cb.epochs]==[{},{}]
+    assert cb.batches[1].reads==0 and cb.batches[1].executions==len(learn.dls.train)
+
+def test_texts_come_in_a_few_lengths():
+    learn = classifier()
+    dl = learn.dls.train
+    stock = {b[0].shape[1] for _ in range(3) for b in dl}
+    got = {b[0].shape[1] for _ in range(3) for b in XLADL(dl, xla_device(), pad_text=pads_text(learn.model))}
+    assert len(stock)>4 and len(got)<=3 and got<=set(bucket_lens(dl.res, dl.bs))
+
+def n_nodes(steps):
+    "Nodes of the graph of an LSTM, forward and backward"
+    m,x = nn.LSTM(3, 4).to('xla'),torch.ones(steps, 2, 3, device='xla')
+    torch_xla.sync()
+    m(x, (torch.zeros(1, 2, 4, device='xla'),)*2)[0].sum().backward()
+    n = torch_xla._XLAC._get_xla_tensors_text([p.grad for p in m.parameters()]).count('\n')
+    torch_xla.sync()
+    return n
+
+def test_the_graph_of_an_lstm_does_not_grow_with_the_text():
+    assert n_nodes(4)==n_nodes(64)<150
+    undo_patches()
+    try: assert n_nodes(8)>n_nodes(4)+50
+    finally: apply_patches()
+
+# ---- equal to plain fastai
+
+def start_and_run(learn):
+    "Predictions at the start; history, weights and predictions after two epochs"
+    with learn.no_bar(): start = learn.get_preds()[0] if not isinstance(learn, LMLearner) else learn.validate()
+    quiet_fit(learn, 2, 1e-2)
+    r = learn.recorder
+    vals = list(zip(*r.values))
+    res = {'start':leaves(start), 'batch loss':leaves(r.losses), 'train loss':leaves(vals[0]), 'valid loss':leaves(vals[1]), 'metrics':leaves(vals[2:]),
+           'weights':leaves(learn.model.state_dict())}
+    if isinstance(learn, LMLearner): return res
+    with learn.no_bar(): return {**res, 'preds':leaves(learn.get_preds()[0])}
+
+def equal_head(learn):
+    "Without BatchNorm, which in batches of four makes rounding a thousand times larger; `test_parity_text` trains with it"
+    for m in learn.model.modules():
+        for k,v in list(m.named_children()):
+            if isinstance(v, nn.BatchNorm1d): setattr(m, k, nn.Identity())
+    return learn
+
+@pytest.mark.parametrize('name,kwargs', [('classifier',{}), ('classifier',dict(max_len=16)), ('language_model',{})], ids=['classifier','long_texts','language_model'])
+def test_parity(name, kwargs):
+    "Also for texts of which fastai leaves the start out of the pooling"
+    def mk(): return equal_head(LEARNERS[name](opt_func=OPTS['SGD'], **kwargs))
+    ref,learn = start_and_run(mk()),mk()
+    before = leaves(learn.model.state_dict())
+    got = start_and_run(learn.to_tpu())
+    assert moved(before, got['weights'])>100*TOL['weights']
+    assert_same(got, ref, TOL)
+
+def test_the_cpu_keeps_what_is_fastais():
+    def run(): return quiet_fit(classifier(), 1, 1e-2).model.state_dict()
+    got = run()
+    undo_patches()
+    try:
+        assert 'lstm' not in vars(torch._VF)
+        want = run()
+    finally: apply_patches()
+    assert all(torch.equal(want[k], got[k]) for k in want)
+
+def test_padding_is_neutral_for_the_regularizer():
+    "Of plain means over padded batches the training would be another"
+    learn = classifier().to_tpu()
+    reg = learn.rnn_regularizer
+    def loss(n):
+        learn.model.train()
+        b = pads_text(learn.model)(learn.dls.valid.one_batch(), n)
+        learn.xb,learn.yb,learn.training = (b[0].to('xla'),),(b[1].to('xla'),),True
+        learn.model.reset()
+        learn.pred,learn.loss_grad = learn.model(*learn.xb),torch.zeros([], device='xla')
+        learn.rnn.after_pred()
+        reg.after_loss()
+        return learn.loss_grad.item()
+    sl = learn.dls.valid.one_batch()[0].shape[1]
+    assert loss(sl)==pytest.approx(loss(sl+19), rel=1e-5)
+    assert loss(sl)>0
+
+# ---- told once
+
+def test_many_shapes_are_told_once():
+    rng = np.random.RandomState(0)
+    bs = [(TensorImage(torch.rand(2, 3, 8+i, 8)), torch.zeros(2)) for i in range(6)]
+    dl = TfmdDL(range(12), bs=2, num_workers=0, create_batch=lambda s: bs[s[0]//2])
+    def told():
+        with warnings.catch_warnings(record=True) as ws:
+            warnings.simplefilter('always')
+            assert len(list(XLADL(dl, xla_device())))==6
+        return [str(w.message) for w in ws if 'shapes' in str(w.message)]
+    msg, = told()
+    assert 'element 0 (TensorImage) came as (2, 3, 8, 8), (2, 3, 9, 8)' in msg and 'element 1' not in msg and 'Resize' in msg
+    assert told()==[]
