@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch, fastai.optimizer as fo
 from fastai.optimizer import Optimizer, debias
 from .runtime import torch_xla, xr
-from .patches import _fill, _replaces
+from .patches import _fill, _on_xla, _replaces
 
 # %% ../nbs/02_optimizer.ipynb #steppers
 _steppers = {}
@@ -152,13 +152,31 @@ def _send_numbers(opt, rows, dtype, device):
     if _sent.get(opt, (None,))[0]!=key: _sent[opt] = key,_upload([torch.tensor(key[0], dtype=dtype)], device)[0]
     return _sent[opt][1]
 
-def _new_state(specs, todo, device):
+_ahead = WeakKeyDictionary() # zeros that wait to become state, of each optimizer: by state and name
+
+def _zeros(ts):
+    "Zeros like `ts`, sent in one call"
+    host = {(t.shape,t.dtype): torch.zeros(t.shape, dtype=t.dtype) for t in ts}
+    return _upload([host[t.shape,t.dtype] for t in ts], ts[0].device) if ts else []
+
+def _lacking(opt, ps):
+    "What the steppers of `opt` need and isn't there: parameter, state and name"
+    made = [k for cb in opt.cbs for k in getattr(_steppers.get(inspect.unwrap(getattr(cb, 'func', cb))), 'makes', ())]
+    return [(p, opt.state[p], k) for p in ps for k in made if k not in opt.state[p]]
+
+def _make_ahead(opt):
+    "Send what is to become state at the first step of `opt`: XLA compiles again for tensors that are younger than the loss"
+    opt = getattr(opt, 'opt', opt)
+    if not isinstance(opt, Optimizer): return
+    new = _lacking(opt, [p for pl in opt.param_lists for p in pl if p.requires_grad and _on_xla(p)])
+    _ahead[opt] = {(id(p),k): t for (p,_,k),t in zip(new, _zeros([p.detach() for p,*_ in new]))}
+
+def _new_state(opt, todo):
     "Add to the states what the steppers need and isn't there"
-    made = [k for f,*_ in specs for k in _steppers[f].makes]
-    new = [(st,k,p.grad) for p,st,_ in todo for k in made if k not in st]
-    if not new: return
-    zeros = {(g.shape,g.dtype): torch.zeros(g.shape, dtype=g.dtype) for *_,g in new}
-    for (st,k,_),t in zip(new, _upload([zeros[g.shape,g.dtype] for *_,g in new], device)): st[k] = t
+    ready,new = _ahead.pop(opt, {}),_lacking(opt, [p for p,*_ in todo])
+    left = [o for o in new if (id(o[0]),o[2]) not in ready or ready[id(o[0]),o[2]].dtype!=o[0].grad.dtype]
+    for (p,st,k),t in zip(left, _zeros([p.grad for p,*_ in left])): st[k] = t
+    for p,st,k in new: st.setdefault(k, ready.get((id(p),k)))
 
 # %% ../nbs/02_optimizer.ipynb #program
 _half = torch.float16,torch.bfloat16
@@ -212,7 +230,7 @@ def _step(old, self, closure=None):
     specs = None if closure is not None else _specs(self, todo)
     if specs is None: return old(self, closure)
     device = todo[0][0].device
-    _new_state(specs, todo, device)
+    _new_state(self, todo)
     idxs,rows = _rows(self, specs, todo)
     ins = [_inputs(p, st) for p,st,_ in todo]
     parts = tuple(_part(d, row, st, self.hypers[i]) for d,row,(_,st,i) in zip(ins, idxs, todo))
