@@ -15,7 +15,7 @@ os.environ.setdefault('OMP_NUM_THREADS', '1')
 import json, statistics, subprocess, sys, time, warnings
 from importlib.util import find_spec
 from pathlib import Path
-from fastcore.script import call_parse, Param
+from fastcore.script import call_parse
 warnings.filterwarnings('ignore')
 
 BS,LR,WARM = 16,1e-3,6
