@@ -73,7 +73,7 @@ def run_hand(work, n, tick, syncfree=False):
     return loss.item()
 
 def learner(work, n, cbs):
-    from fastai.basics import DataLoader, DataLoaders, Learner, CrossEntropyLossFlat, accuracy
+    from fastai.vision.all import DataLoader, DataLoaders, Learner, CrossEntropyLossFlat, accuracy
     ds = data(work, n)
     dls = DataLoaders(DataLoader(ds, bs=BS, drop_last=True), DataLoader(data(work, 1), bs=BS))
     return Learner(dls, model(work), loss_func=CrossEntropyLossFlat(), metrics=accuracy, cbs=cbs, path=Path('.'))

@@ -14,7 +14,8 @@ from numbers import Real
 from types import SimpleNamespace
 from weakref import WeakKeyDictionary
 import torch, fastai.optimizer as fo
-from fastai.optimizer import Optimizer, debias
+from fastai.optimizer import Optimizer, OptimWrapper, Lookahead, debias
+from torch.optim.optimizer import _global_optimizer_pre_hooks, _global_optimizer_post_hooks
 from .runtime import torch_xla, xr
 from .patches import _fill, _on_xla, _replaces
 
@@ -119,12 +120,11 @@ def _usual(p, st, device):
     return (p.device==device==g.device and p.dtype.is_floating_point and type(g) is torch.Tensor and g.shape==p.shape
             and isinstance(st.get('step', 0), int) and all(st[k].device==device for k in _tensors if k in st))
 
-def _specs(opt, todo):
-    "What the steppers of `opt` are, None if they or what is `todo` must be left to fastai"
-    specs = tuple(map(_spec, opt.cbs))
+def _fits(specs, hypers, todo):
+    "Are `specs` known, and the groups' `hypers` and what is `todo` as they should be?"
     device = todo[0][0].device if todo else None
-    if not todo or device.type!='xla' or xr.is_spmd() or None in specs: return
-    if all(map(_plain, opt.hypers)) and all(_usual(p, st, device) for p,st,_ in todo): return specs
+    if not todo or device.type!='xla' or xr.is_spmd() or not specs or None in specs: return False
+    return all(map(_plain, hypers)) and all(_usual(p, st, device) for p,st,_ in todo)
 
 # %% ../nbs/02_optimizer.ipynb #numbers
 def _numbers(specs, hyper, step):
@@ -135,11 +135,11 @@ def _numbers(specs, hyper, step):
         else: res.update(_steppers[f].scalars(h, **dict(kw)))
     return res,h['step']
 
-def _rows(opt, specs, todo):
+def _rows(specs, hypers, todo):
     "Which row each parameter has, the rows' numbers, and the number of steps of each row"
     keys = [(i,st.get('step', 0)) for _,st,i in todo]
     rows = {k: i for i,k in enumerate(dict.fromkeys(keys))}
-    return [rows[k] for k in keys], [_numbers(specs, opt.hypers[i], t) for i,t in rows]
+    return [rows[k] for k in keys], [_numbers(specs, hypers[i], t) for i,t in rows]
 
 # %% ../nbs/02_optimizer.ipynb #send
 def _upload(ts, device): return torch_xla._XLAC._xla_tensors_from_aten(ts, [str(device)]*len(ts), None)
@@ -159,24 +159,15 @@ def _zeros(ts):
     host = {(t.shape,t.dtype): torch.zeros(t.shape, dtype=t.dtype) for t in ts}
     return _upload([host[t.shape,t.dtype] for t in ts], ts[0].device) if ts else []
 
-def _lacking(opt, ps):
-    "What the steppers of `opt` need and isn't there: parameter, state and name"
-    made = [k for cb in opt.cbs for k in getattr(_steppers.get(inspect.unwrap(getattr(cb, 'func', cb))), 'makes', ())]
-    return [(p, opt.state[p], k) for p in ps for k in made if k not in opt.state[p]]
+def _lacking(specs, todo): return [(p,st,k) for p,st,_ in todo for f,*_ in specs for k in _steppers[f].makes if st.get(k) is None]
 
-def _make_ahead(opt):
-    "Send what is to become state at the first step of `opt`: XLA compiles again for tensors that are younger than the loss"
-    opt = getattr(opt, 'opt', opt)
-    if not isinstance(opt, Optimizer): return
-    new = _lacking(opt, [p for pl in opt.param_lists for p in pl if p.requires_grad and _on_xla(p)])
-    _ahead[opt] = {(id(p),k): t for (p,_,k),t in zip(new, _zeros([p.detach() for p,*_ in new]))}
-
-def _new_state(opt, todo):
+def _new_state(opt, specs, todo):
     "Add to the states what the steppers need and isn't there"
-    ready,new = _ahead.pop(opt, {}),_lacking(opt, [p for p,*_ in todo])
-    left = [o for o in new if (id(o[0]),o[2]) not in ready or ready[id(o[0]),o[2]].dtype!=o[0].grad.dtype]
+    ready,new = _ahead.pop(opt, {}),_lacking(specs, todo)
+    for p,st,k in new:
+        if (t := ready.get((id(p),k))) is not None and t.dtype==p.grad.dtype: st[k] = t
+    left = _lacking(specs, todo)
     for (p,st,k),t in zip(left, _zeros([p.grad for p,*_ in left])): st[k] = t
-    for p,st,k in new: st.setdefault(k, ready.get((id(p),k)))
 
 # %% ../nbs/02_optimizer.ipynb #program
 _half = torch.float16,torch.bfloat16
@@ -214,7 +205,7 @@ def _program(specs, names, parts, dtype, n_numbers):
     return xb.computation_from_module_proto('fastai_step', ctx.hlo()), [i for _,i in order], [list(d) for d in new]
 
 # %% ../nbs/02_optimizer.ipynb #step
-def _inputs(p, st): return {'p': p, 'g': p.grad, **{k: st[k] for k in _tensors if k in st}}
+def _inputs(p, st): return {'p': p, 'g': p.grad, **{k: st[k] for k in _tensors if st.get(k) is not None}}
 
 def _part(ins, row, st, hyper):
     return (ins['p'].shape, tuple(t.dtype for t in ins.values())), row, (bool(st.get('do_wd', True)), bool(hyper.get('beta'))), tuple(ins)
@@ -223,22 +214,85 @@ def _write(p, st, k, t):
     if k=='local_lr': st[k] = t
     else: (p if k=='p' else p.grad if k=='g' else st[k]).copy_(t)
 
-@_replaces(Optimizer, 'step', 'fastai 2.8', 'a trace of ten operations a parameter at each step, and a new compilation when a number in it became 0 or 1')
 @torch.no_grad()
-def _step(old, self, closure=None):
-    todo = [(p, self.state[p], i) for i,pl in enumerate(self.param_lists) for p in pl if _fill(p).grad is not None]
-    specs = None if closure is not None else _specs(self, todo)
-    if specs is None: return old(self, closure)
-    device = todo[0][0].device
-    _new_state(self, todo)
-    idxs,rows = _rows(self, specs, todo)
+def _apply(opt, specs, hypers, todo, unwritten=()):
+    "One step of what is `todo`: parameters, their state in fastai's names, and the number of their group in `hypers`"
+    _new_state(opt, specs, todo)
+    idxs,rows = _rows(specs, hypers, todo)
     ins = [_inputs(p, st) for p,st,_ in todo]
-    parts = tuple(_part(d, row, st, self.hypers[i]) for d,row,(_,st,i) in zip(ins, idxs, todo))
+    parts = tuple(_part(d, row, st, hypers[i]) for d,row,(_,st,i) in zip(ins, idxs, todo))
     dtype = torch.float64 if any(p.dtype is torch.float64 for p,*_ in todo) else torch.float32
     names = tuple(rows[0][0])
     comp,order,new = _program(specs, names, parts, dtype, len(names)*len(rows))
-    flat = [_send_numbers(self, rows, dtype, device), *(t for d in ins for t in d.values())]
+    flat = [_send_numbers(opt, rows, dtype, todo[0][0].device), *(t for d in ins for t in d.values())]
     res = iter(torch_xla._XLAC._xla_user_computation('xla::fastai_step', [flat[i] for i in order], comp))
     for (p,st,_),row,ks in zip(todo, idxs, new):
-        for k in ks: _write(p, st, k, next(res))
-        if any(f is fo.step_stat for f,*_ in specs): st['step'] = rows[row][1]
+        for k,t in zip(ks, res):
+            if k not in unwritten: _write(p, st, k, t)
+        if (fo.step_stat,) in specs: st['step'] = rows[row][1]
+
+def _of_fastai(opt):
+    "The specs and hyper-parameters of a fastai optimizer, and what it may have to do"
+    return tuple(map(_spec, opt.cbs)),opt.hypers,[(p, opt.state[p], i) for i,pl in enumerate(opt.param_lists) for p in pl]
+
+@_replaces(Optimizer, 'step', 'fastai 2.8', 'a trace of ten operations a parameter at each step, and a new compilation when a number in it became 0 or 1')
+def _step(old, self, closure=None):
+    specs,hypers,todo = _of_fastai(self)
+    todo = [o for o in todo if _fill(o[0]).grad is not None]
+    if closure is not None or not _fits(specs, hypers, todo): return old(self, closure)
+    _apply(self, specs, hypers, todo)
+
+# %% ../nbs/02_optimizer.ipynb #torch
+_unusual = 'amsgrad maximize capturable differentiable fused centered nesterov dampening'.split()
+_adam_specs = (fo.average_grad, ('dampening',True)),(fo.average_sqr_grad,),(fo.step_stat,),(fo.adam_step,)
+
+def _sgd_group(pg):
+    specs = ((fo.average_grad,),(fo.momentum_step,)) if pg['momentum'] else ((fo.sgd_step,),)
+    return ((fo.l2_reg,), *specs),dict(mom=pg['momentum'])
+
+def _rmsprop_group(pg):
+    specs = (fo.l2_reg,),(fo.average_sqr_grad,),(fo.step_stat,),(fo.rms_prop_step,)
+    return () if pg['momentum'] else specs,dict(sqr_mom=pg['alpha'], eps=pg['eps'])
+
+def _adam_group(pg, decoupled=False):
+    decay = fo.weight_decay if decoupled or pg.get('decoupled_weight_decay') else fo.l2_reg
+    return ((decay,), *_adam_specs),dict(mom=pg['betas'][0], sqr_mom=pg['betas'][1], eps=pg['eps'])
+
+_adam_names = dict(step='step', grad_avg='exp_avg', sqr_avg='exp_avg_sq')
+_torch_kinds = {torch.optim.SGD: (_sgd_group, dict(grad_avg='momentum_buffer')), torch.optim.RMSprop: (_rmsprop_group, dict(step='step', sqr_avg='square_avg')),
+                torch.optim.Adam: (_adam_group, _adam_names), torch.optim.AdamW: (partial(_adam_group, decoupled=True), _adam_names)}
+
+def _is_usual(opt):
+    hooks = [*opt._optimizer_step_pre_hooks, *opt._optimizer_step_post_hooks, *_global_optimizer_pre_hooks, *_global_optimizer_post_hooks]
+    return type(opt) in _torch_kinds and not hooks and 'step' not in vars(opt) and not any(pg.get(k) for pg in opt.param_groups for k in _unusual)
+
+def _from_torch(st, names):
+    res = {k: st[n] for k,n in names.items() if st.get(n) is not None}
+    return dict(res, step=int(res['step'])) if 'step' in res and res['step'].device.type=='cpu' else res
+
+def _of_torch(wrapper):
+    "What `_of_fastai` is for a fastai optimizer; no specs if torch is to step"
+    opt = wrapper.opt
+    if not _is_usual(opt) or not any(_on_xla(p) for pg in opt.param_groups for p in pg['params']): return (),(),()
+    group,names = _torch_kinds[type(opt)]
+    specs,hypers = zip(*map(group, opt.param_groups))
+    hypers = [dict(h, lr=pg['lr'], wd=pg['weight_decay']) for h,pg in zip(hypers, opt.param_groups)]
+    return specs[0] if len(set(specs))==1 else (),hypers,[(p, _from_torch(opt.state.get(p, {}), names), i) for i,pg in enumerate(opt.param_groups) for p in pg['params']]
+
+@_replaces(OptimWrapper, 'step', 'fastai 2.8, torch 2.8-2.9', 'see `Optimizer.step`')
+def _torch_step(old, self, closure=None):
+    specs,hypers,todo = _of_torch(self)
+    todo = [o for o in todo if o[0].grad is not None]
+    if closure is not None or not _fits(specs, hypers, todo): return self.opt.step(closure)
+    _apply(self, specs, hypers, todo, unwritten=('g',))
+    for p,st,_ in todo:
+        for k,n in _torch_kinds[type(self.opt)][1].items(): self.opt.state[p][n] = torch.tensor(float(st[k])) if k=='step' else st[k]
+
+# %% ../nbs/02_optimizer.ipynb #ahead
+def _make_ahead(opt):
+    "Send what is to become state at the first step of `opt`: XLA compiles again for tensors that are younger than the loss"
+    opt = opt.opt if isinstance(opt, Lookahead) else opt
+    specs,_,todo = _of_torch(opt) if isinstance(opt, OptimWrapper) else _of_fastai(opt)
+    if not specs or None in specs: return
+    new = _lacking(specs, [o for o in todo if o[0].requires_grad and _on_xla(o[0])])
+    _ahead[opt] = {(id(p),k): t for (p,_,k),t in zip(new, _zeros([p.detach() for p,*_ in new]))}

@@ -23,7 +23,14 @@ OPTS = dict(
     Lamb     = partial(Lamb, wd=.1),
     ranger   = ranger,
     lookahead= lookahead)
-LONG = 'SGD SGD_wd RMSProp Adam RAdam QHAdam Larc Lamb'.split()
+TORCH = dict(
+    torch_SGD     = partial(torch.optim.SGD, momentum=.9, weight_decay=.1),
+    torch_SGD_plain = torch.optim.SGD,
+    torch_RMSprop = torch.optim.RMSprop,
+    torch_Adam    = partial(torch.optim.Adam, weight_decay=.1),
+    torch_AdamW   = torch.optim.AdamW)
+OPTS.update({k: partial(OptimWrapper, opt=v) for k,v in TORCH.items()})
+LONG = 'SGD SGD_wd RMSProp Adam RAdam QHAdam Larc Lamb torch_SGD torch_AdamW'.split()
 
 def net(): return nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 3))
 
@@ -107,10 +114,10 @@ def made(opt_func, dev):
 
 def step_on(opt, ps, rng):
     "Steps whose rates, momentums and gradients change; the last parameter has no gradient at times, and the first no decay"
-    opt.state[ps[0]]['do_wd'] = False
+    if isinstance(opt, Optimizer): opt.state[ps[0]]['do_wd'] = False
     for i in rng:
         opt.set_hyper('lr', [.02/(i+1),.01])
-        if i==20: opt.set_hyper('mom', 0.)
+        if i==20 and 'mom' in opt.hypers[0] and type(getattr(opt, 'opt', None)) is not torch.optim.SGD: opt.set_hyper('mom', 0.)
         for j,p in enumerate(ps):
             g = torch.sin(torch.arange(1,p.numel()+1)*(i+j+1.))
             if j<2 or i%3: p.grad = g.to(p.device)
@@ -168,3 +175,18 @@ def test_undone():
         assert Optimizer.step.__module__=='fastai.optimizer' and not hasattr(Optimizer.step, '__wrapped__')
         assert ps[0].grad is not None
     finally: apply_patches()
+
+@pytest.mark.parametrize('opt', [partial(torch.optim.SGD, momentum=.9, nesterov=True), partial(torch.optim.Adam, amsgrad=True), torch.optim.NAdam], ids=['nesterov','amsgrad','NAdam'])
+def test_other_torch_optimizers_step_as_torch_does(opt):
+    def f(dev):
+        w,ps = made(lambda ps,lr: OptimWrapper(ps, opt, lr=lr), dev)
+        step_on(w, ps, range(4))
+        return [p.detach() for p in ps]
+    close(f('cpu'), f(DEVICE))
+
+def test_hooks_of_a_torch_optimizer_run():
+    w,ps = made(partial(OptimWrapper, opt=torch.optim.Adam), DEVICE)
+    seen = []
+    w.opt.register_step_post_hook(lambda *args: seen.append(1))
+    step_on(w, ps, range(2))
+    assert seen==[1,1]
