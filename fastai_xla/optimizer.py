@@ -286,7 +286,8 @@ def _torch_step(old, self, closure=None):
     if closure is not None or not _fits(specs, hypers, todo): return self.opt.step(closure)
     _apply(self, specs, hypers, todo, unwritten=('g',))
     for p,st,_ in todo:
-        for k,n in _torch_kinds[type(self.opt)][1].items(): self.opt.state[p][n] = torch.tensor(float(st[k])) if k=='step' else st[k]
+        for k,n in _torch_kinds[type(self.opt)][1].items():
+            if k in st: self.opt.state[p][n] = torch.tensor(float(st[k])) if k=='step' else st[k]
 
 # %% ../nbs/02_optimizer.ipynb #ahead
 def _make_ahead(opt):
