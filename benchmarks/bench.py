@@ -6,7 +6,7 @@
 Each contender trains in a process of its own, in turn with the others; a number is the median over the steps of all rounds. Host time
 is the CPU time of the training thread from the end of a step to the end of the next, which another busy process doesn't change as it
 does wall time. All train the same model on the same batches with AdamW on a one-cycle schedule. accelerate and Lightning take part where
-they are installed; Lightning knows no XLA device but a TPU, so three of its methods are replaced to let it run on the CPU.
+they are installed (`pip install accelerate lightning`); Lightning knows no XLA device but a TPU, so three of its methods are replaced to let it run on the CPU.
 """
 import os
 os.environ.setdefault('PJRT_DEVICE', 'CPU')
