@@ -124,7 +124,7 @@ def _fits(specs, hypers, todo):
     "Are `specs` known, and the groups' `hypers` and what is `todo` as they should be?"
     device = todo[0][0].device if todo else None
     if not todo or device.type!='xla' or xr.is_spmd() or not specs or None in specs: return False
-    return all(map(_plain, hypers)) and all(_usual(p, st, device) for p,st,_ in todo)
+    return len({id(p) for p,*_ in todo})==len(todo) and all(map(_plain, hypers)) and all(_usual(p, st, device) for p,st,_ in todo)
 
 # %% ../nbs/02_optimizer.ipynb #numbers
 def _numbers(specs, hyper, step):
@@ -239,7 +239,9 @@ def _of_fastai(opt):
 def _step(old, self, closure=None):
     specs,hypers,todo = _of_fastai(self)
     todo = [o for o in todo if _fill(o[0]).grad is not None]
-    if closure is not None or not _fits(specs, hypers, todo): return old(self, closure)
+    if closure is not None or not _fits(specs, hypers, todo):
+        _ahead.pop(self, None)
+        return old(self, closure)
     _apply(self, specs, hypers, todo)
 
 # %% ../nbs/02_optimizer.ipynb #torch
@@ -283,7 +285,9 @@ def _of_torch(wrapper):
 def _torch_step(old, self, closure=None):
     specs,hypers,todo = _of_torch(self)
     todo = [o for o in todo if o[0].grad is not None]
-    if closure is not None or not _fits(specs, hypers, todo): return self.opt.step(closure)
+    if closure is not None or not _fits(specs, hypers, todo):
+        _ahead.pop(self, None)
+        return self.opt.step(closure)
     _apply(self, specs, hypers, todo, unwritten=('g',))
     for p,st,_ in todo:
         for k,n in _torch_kinds[type(self.opt)][1].items():
@@ -294,6 +298,6 @@ def _make_ahead(opt):
     "Send what is to become state at the first step of `opt`: XLA compiles again for tensors that are younger than the loss"
     opt = opt.opt if isinstance(opt, Lookahead) else opt
     specs,_,todo = _of_torch(opt) if isinstance(opt, OptimWrapper) else _of_fastai(opt)
-    if not specs or None in specs: return
+    if not specs or None in specs or xr.is_spmd(): return
     new = _lacking(specs, [o for o in todo if o[0].requires_grad and _on_xla(o[0])])
     _ahead[opt] = {(id(p),k): t for (p,_,k),t in zip(new, _zeros([p.detach() for p,*_ in new]))}
