@@ -165,8 +165,10 @@ def measure(work, who, n):
     "What a process of `who` printed, or None with the end of its complaint"
     res = subprocess.run([sys.executable, __file__, '--child', f'{work} {who}', '--steps', str(n)], capture_output=True, text=True)
     lines = [o for o in res.stdout.splitlines() if o.startswith('RESULT ')]
-    if not lines: print(f'{work} {who} failed: {res.stderr[-600:]}', file=sys.stderr)
-    return json.loads(lines[-1][7:]) if lines else None
+    if not lines: return print(f'{work} {who} failed: {res.stderr[-600:]}', file=sys.stderr)
+    r = json.loads(lines[-1][7:])
+    print(f"{work} {who}: {statistics.median(r['host']):.1f} ms of host time a step", file=sys.stderr, flush=True)
+    return r
 
 def pool(rounds):
     "The medians of several rounds, and the counts of the last"
