@@ -5,12 +5,13 @@ OLDEST ?= .venv-oldest
 CANDIDATES := $(PYTHON) python3 python3.13 python3.12 python3.11 python3.10
 META := settings.ini setup.py pyproject.toml tools/install.sh
 BIN := $(VENV)/bin
-.PHONY: help demo test test-oldest nbs tutorials docs dist clean
+.PHONY: help demo test test-oldest bench nbs tutorials docs dist clean
 
 help:
 	@echo 'make demo          install into $(VENV) and train on handwritten digits (the main job)'
 	@echo 'make test          install into $(VENV) and run every test and notebook'
 	@echo 'make test-oldest   the same tests with the oldest supported versions, in $(OLDEST)'
+	@echo 'make bench         what the host does in a step, beside a hand-written torch_xla loop and others: table and bench.json'
 	@echo 'make nbs           export modules from the notebooks, clean the notebooks, render README.md'
 	@echo 'make tutorials     run the tutorials and store their outputs'
 	@echo 'make docs          the documentation as a static site, in _docs'
@@ -26,6 +27,9 @@ test: $(VENV)/.done-dev
 
 test-oldest: $(OLDEST)/.done-dev
 	@$(OLDEST)/bin/python tools/run_tests.py --jobs=$(or $(JOBS),2) $(FILES)
+
+bench: $(VENV)/.done-dev
+	@$(BIN)/python benchmarks/bench.py
 
 nbs: $(VENV)/.done-dev
 	@$(BIN)/nbdev-export && $(BIN)/nbdev-clean && $(BIN)/python tools/readme.py

@@ -1,5 +1,6 @@
 from .runtime import *
 from .patches import *
+from .optimizer import *
 from .virtual_cores import *
 from .placement import *
 from .augment import *

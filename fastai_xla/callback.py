@@ -14,6 +14,7 @@ import torch
 from fastcore.all import L, patch, defaults
 from fastai.basics import Learner, Callback, TrainEvalCallback
 from .runtime import torch_xla, xla_device
+from .optimizer import _make_ahead
 from .placement import TfmPlacement, move_learner
 from .text import pads_text
 from .data import XLADL, _base_seed
@@ -76,6 +77,7 @@ class TPUTrainer(Callback):
     def before_train(self):
         if len(self.dl)==0: raise ValueError(_no_batches(self.dl))
         self._start(pad=False)
+        _make_ahead(self.opt)
 
     def before_validate(self): self._start(pad=True)
 

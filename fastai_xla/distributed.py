@@ -29,7 +29,7 @@ from .data import ShardedDL, _base_seed, _rng_state, _set_rng_state
 from .metrics import DeviceMetric, Shares, interleave, share_metrics
 from .callback import TPUTrainer, _known, _forget_batch, _remove_trainers
 from .launch import LaunchInterrupt, get_pool, post, stop_requested, _cannot, _check_parent, _current, _dumps, _loads
-import fastai_xla.patches
+from .patches import _zeroed
 
 # %% ../nbs/09_distributed.ipynb #barrier
 def barrier():
@@ -282,7 +282,7 @@ def _states(states, objects):
     except Exception: return _home_dumps({k: {a: v for a,v in st.items() if _travels(v, objects)} for k,st in states.items()}, objects)
 
 # %% ../nbs/09_distributed.ipynb #grads
-def _with_grad(learn): return {k for k,t in _model_tensors(learn).items() if t.grad is not None}
+def _with_grad(learn): return {k for k,t in _model_tensors(learn).items() if t.grad is not None or id(t) in _zeroed}
 
 def _zero_grads(learn, names):
     for k,t in _model_tensors(learn).items(): t.grad = torch.zeros_like(t) if k in names else None

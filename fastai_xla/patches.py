@@ -12,6 +12,7 @@ import sys, threading
 from copy import deepcopy
 from functools import partial, reduce, update_wrapper
 from types import FunctionType, MethodType
+from weakref import WeakValueDictionary
 import cloudpickle, plum, torch, fastai.optimizer
 from fastai.basics import Learner, Callback, Recorder, Metric, DataLoader, Transform, CancelBatchException, join_path_file
 from fastcore.all import L, noop, store_attr
@@ -170,6 +171,30 @@ def _lookahead_load_state_dict(old, self, sd):
     old(self, sd)
     if self.slow_weights is not None: self.slow_weights = L(L(s.to(p.device) for s,p in zip(*o)) for o in zip(self.slow_weights, self.param_lists))
 
+# %% ../nbs/01_patches.ipynb #zero-grad
+_BaseOptimizer = fastai.optimizer._BaseOptimizer
+_zeroed = WeakValueDictionary() # parameters whose gradient is zero and was let go, by id
+
+def _grad(p):
+    "The gradient of `p`, zeros if it was let go"
+    return torch.zeros_like(p) if p.grad is None and id(p) in _zeroed and _on_xla(p) else p.grad
+
+def _fill(p):
+    "`p`, with zeros as its gradient if it was let go"
+    if p.grad is None: p.grad = _grad(p)
+    return p
+
+@_replaces(fastai.optimizer.Optimizer, 'zero_grad', 'fastai 2.8', 'zeros were written for each gradient, and kept on the device, at every step')
+def _zero_grad(old, self):
+    ps = [p for pg in self.param_lists for p in pg if p.grad is not None]
+    if not all(map(_on_xla, ps)): return old(self)
+    for p in ps: p.grad,_zeroed[id(p)] = None,p
+
+@_replaces(_BaseOptimizer, 'all_params', 'fastai 2.8', 'see `Optimizer.zero_grad`')
+def _all_params(old, self, n=slice(None), with_grad=False):
+    res = old(self, n)
+    return res.filter(lambda o: hasattr(o[0], 'grad') and _fill(o[0]).grad is not None) if with_grad else res
+
 # %% ../nbs/01_patches.ipynb #by-value
 def _has_name(f):
     "Does pickle find the function `f` by its name?"
@@ -229,11 +254,9 @@ def _dl_getstate(old, self): return {k: v for k,v in _getstate(None, self).items
 _replaces(DataLoader, '__setstate__', 'fastai 2.8', "see `Learner.__setstate__`")(_setstate)
 
 # %% ../nbs/01_patches.ipynb #grads
-_BaseOptimizer = fastai.optimizer._BaseOptimizer
-
 @_replaces(_BaseOptimizer, '__getstate__', 'fastai 2.8, torch_xla 2.8-2.9', 'gradients were lost; `xm.optimizer_step` and `xm.reduce_gradients` raised for more than one replica')
 def _opt_getstate(old, self):
-    return {**vars(self), 'param_groups': self.param_groups, 'grads': [(p, p.grad) for pg in self.param_lists for p in pg if p.grad is not None]}
+    return {**vars(self), 'param_groups': self.param_groups, 'grads': [(p, _grad(p)) for pg in self.param_lists for p in pg if _grad(p) is not None]}
 
 @_replaces(_BaseOptimizer, '__setstate__', 'fastai 2.8', 'gradients were lost')
 def _opt_setstate(old, self, state):

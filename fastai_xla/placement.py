@@ -17,9 +17,10 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 from fastcore.all import L, noop
-from fastai.basics import Learner, OptimWrapper, DataLoader, Transform, Pipeline, apply, no_random
+from fastai.basics import Learner, Optimizer, OptimWrapper, DataLoader, Transform, Pipeline, apply, no_random
 from fastai.data.transforms import IntToFloatTensor, Normalize
 from .runtime import torch_xla, met, xm, xla_device
+from .patches import _zeroed
 
 # %% ../nbs/03_placement.ipynb #to-host
 def _on_xla(o): return isinstance(o, torch.Tensor) and o.device.type=='xla'
@@ -116,10 +117,24 @@ def move_learner(
 
 def _move(learn, device):
     new,opt = {},learn.opt
+    zeros = _take_zeros(opt, device)
     for m in _modules(learn): new.update(_move_module(m, device))
+    for p in zeros: _give_zeros(new.get(p,p))
     if opt is None and isinstance(learn.opt_func, OptimWrapper): opt = learn.opt_func
     if opt is not None: _move_opt(opt, new)
     return opt
+
+def _take_zeros(opt, device):
+    "The parameters whose gradient is zero, without it"
+    ps = [p for pg in opt.param_lists for p in pg if p.device!=device] if isinstance(opt, Optimizer) else []
+    res = [p for p in ps if (id(p) in _zeroed if p.grad is None else _on_cpu(p.grad) and not p.grad.any())]
+    for p in res: p.grad = None
+    return res
+
+def _give_zeros(p):
+    "Zeros as gradient on the host; on a device it is enough to remember them"
+    if _on_xla(p): _zeroed[id(p)] = p
+    else: p.grad = torch.zeros_like(p)
 
 # %% ../nbs/03_placement.ipynb #clean
 _clean_tfms = {IntToFloatTensor, Normalize}

@@ -36,7 +36,7 @@ def without(owner, name):
 
 def equal(a, b): same(a, b, rtol=0, atol=0)
 
-def grads(learn): return [p.grad for p in learn.model.parameters()]
+def grads(learn): return [patches._grad(p) for p in learn.model.parameters()]
 
 def torch_opts(opt): return [opt.opt] if isinstance(opt, OptimWrapper) else []
 

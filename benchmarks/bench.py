@@ -1,0 +1,205 @@
+"""What the host does in a step: fastai_xla beside a hand-written torch_xla loop and other ways to train the same model.
+
+    python benchmarks/bench.py                          # every work and contender, two rounds: the table, and bench.json
+    python benchmarks/bench.py --works vit --rounds 3   # some of it
+
+Each contender trains in a process of its own, in turn with the others; a number is the median over the steps of all rounds. Host time
+is the CPU time of the training thread from the end of a step to the end of the next, which another busy process doesn't change as it
+does wall time. All train the same model on the same batches with AdamW on a one-cycle schedule. accelerate and Lightning take part where
+they are installed (`pip install accelerate lightning`); Lightning knows no XLA device but a TPU, so three of its methods are replaced to let it run on the CPU.
+"""
+import os
+os.environ.setdefault('PJRT_DEVICE', 'CPU')
+os.environ.setdefault('CPU_NUM_DEVICES', '1')
+os.environ.setdefault('OMP_NUM_THREADS', '1')
+import json, statistics, subprocess, sys, time, warnings
+from importlib.util import find_spec
+from pathlib import Path
+from fastcore.script import call_parse
+warnings.filterwarnings('ignore')
+
+BS,LR,WARM = 16,1e-3,6
+WORKS = dict(vit='timm ViT, 12 blocks of width 64, 16 px', resnet18='resnet18, 64 px', mlp='MLP of 8 layers')
+CONTENDERS = dict(hand='hand-written torch_xla loop, `torch.optim.AdamW`', syncfree='the same with `torch_xla.amp.syncfree.AdamW`', naive='naive fastai: `model.to`, a callback that syncs',
+                  fastai_xla='fastai_xla, one core', stock='fastai_xla with the optimizer step of fastai', accelerate='accelerate', lightning='Lightning')
+
+def model(work):
+    import torch, timm
+    from torch import nn
+    torch.manual_seed(0)
+    if work=='vit': return timm.create_model('vit_tiny_patch16_224', img_size=16, patch_size=8, num_classes=10, depth=12, embed_dim=64, num_heads=2)
+    if work=='resnet18': return timm.create_model('resnet18', num_classes=10)
+    return nn.Sequential(*[o for _ in range(8) for o in (nn.Linear(64,64), nn.ReLU())], nn.Linear(64,10))
+
+def data(work, n):
+    import torch
+    shape = dict(vit=(3,16,16), resnet18=(3,64,64), mlp=(64,))[work]
+    g = torch.Generator().manual_seed(0)
+    return torch.utils.data.TensorDataset(torch.randn(n*BS, *shape, generator=g), torch.randint(0, 10, (n*BS,), generator=g))
+
+class Ticks:
+    "Times and counts at the end of each step"
+    def __init__(self): self.rows = []
+    def __call__(self):
+        from fastai_xla.monitor import xla_counts
+        self.rows.append((time.perf_counter(),time.thread_time(),xla_counts()))
+    def result(self):
+        a,b = self.rows[WARM],self.rows[-1]
+        d,n = b[2]-a[2],len(self.rows)-1-WARM
+        diffs = [[1e3*(y[i]-x[i]) for x,y in zip(self.rows[WARM:], self.rows[WARM+1:])] for i in (0,1)]
+        counts = {k: getattr(d, k)/n for k in ('compiles','executions','reads','uploads')}
+        return dict(wall=diffs[0], host=diffs[1], **counts, first_compiles=a[2].compiles)
+
+def one_cycle(opt, n):
+    import torch
+    return torch.optim.lr_scheduler.OneCycleLR(opt, LR, total_steps=n)
+
+def run_hand(work, n, tick, syncfree=False):
+    import torch, torch_xla, torch_xla.distributed.parallel_loader as pl
+    from torch.nn import functional as F
+    from torch_xla.amp.syncfree import AdamW
+    dev = torch_xla.device()
+    m,dl = model(work).to(dev),pl.MpDeviceLoader(torch.utils.data.DataLoader(data(work, n), batch_size=BS), dev)
+    opt = (AdamW if syncfree else torch.optim.AdamW)(m.parameters(), lr=LR)
+    sched,kw = one_cycle(opt, n),dict(found_inf=torch.zeros((), device=dev)) if syncfree else {}
+    for x,y in dl:
+        opt.zero_grad()
+        loss = F.cross_entropy(m(x), y)
+        loss.backward()
+        opt.step(**kw)
+        sched.step()
+        torch_xla.sync()
+        tick()
+    return loss.item()
+
+def learner(work, n, cbs):
+    from fastai.vision.all import DataLoader, DataLoaders, Learner, CrossEntropyLossFlat, accuracy
+    ds = data(work, n)
+    dls = DataLoaders(DataLoader(ds, bs=BS, drop_last=True), DataLoader(data(work, 1), bs=BS))
+    return Learner(dls, model(work), loss_func=CrossEntropyLossFlat(), metrics=accuracy, cbs=cbs, path=Path('.'))
+
+def ticker(tick):
+    from fastai.basics import Callback
+    class Tick(Callback):
+        order = 2000
+        def after_batch(self):
+            if self.training: tick()
+    return Tick()
+
+def run_naive(work, n, tick):
+    import torch, torch_xla
+    from fastai.basics import Callback
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    from fastai_xla.patches import undo_patches
+    undo_patches()
+    class Sync(Callback):
+        order = 100
+        def after_batch(self): torch_xla.sync()
+    learn = learner(work, n, [Sync(), ticker(tick)])
+    learn.dls.device = dev = torch_xla.device()
+    for dl in learn.dls.loaders: dl.device = dev
+    learn.model.to(dev)
+    learn.fit_one_cycle(1, LR)
+    return float(learn.recorder.losses[-1])
+
+def run_fastai_xla(work, n, tick, stock=False):
+    import fastai_xla.all
+    for o in fastai_xla.all.patches_in_force():
+        if stock and o.name in ('step','zero_grad'): o.undo()
+    learn = learner(work, n, [ticker(tick)]).to_tpu()
+    learn.fit_one_cycle(1, LR)
+    return float(learn.recorder.losses[-1])
+
+def run_accelerate(work, n, tick):
+    import torch
+    from torch.nn import functional as F
+    from accelerate import Accelerator
+    acc,m = Accelerator(),model(work)
+    opt = torch.optim.AdamW(m.parameters(), lr=LR)
+    m,opt,dl,sched = acc.prepare(m, opt, torch.utils.data.DataLoader(data(work, n), batch_size=BS), one_cycle(opt, n))
+    for x,y in dl:
+        opt.zero_grad()
+        loss = F.cross_entropy(m(x), y)
+        acc.backward(loss)
+        opt.step()
+        sched.step()
+        tick()
+    return loss.item()
+
+def run_lightning(work, n, tick):
+    import torch, lightning
+    from torch.nn import functional as F
+    from lightning.pytorch.accelerators import XLAAccelerator
+    from lightning.fabric.accelerators.xla import XLAAccelerator as Fabric
+    for c in (XLAAccelerator,Fabric):
+        c.auto_device_count,c.is_available = staticmethod(lambda: 1),staticmethod(lambda: True)
+        c.get_parallel_devices = staticmethod(lambda d: [torch.device('xla', 0)])
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.m = model(work)
+        def training_step(self, b, i):
+            loss = F.cross_entropy(self.m(b[0]), b[1])
+            self.log('loss', loss, prog_bar=True)
+            return loss
+        def configure_optimizers(self):
+            opt = torch.optim.AdamW(self.parameters(), lr=LR)
+            return dict(optimizer=opt, lr_scheduler=dict(scheduler=one_cycle(opt, n), interval='step'))
+        def on_train_batch_end(self, *args): tick()
+    trainer = lightning.Trainer(accelerator='tpu', devices=1, max_epochs=1, logger=False, enable_checkpointing=False, enable_model_summary=False)
+    trainer.fit(Module(), torch.utils.data.DataLoader(data(work, n), batch_size=BS))
+    return float(trainer.callback_metrics['loss'])
+
+RUNS = dict(hand=run_hand, syncfree=lambda *a: run_hand(*a, syncfree=True), naive=run_naive, fastai_xla=run_fastai_xla, stock=lambda *a: run_fastai_xla(*a, stock=True), accelerate=run_accelerate, lightning=run_lightning)
+
+def contend(work, who, n):
+    "In a process of its own: train, and print what it cost"
+    import torch, torch_xla.core.xla_model as xm
+    torch.set_num_threads(1)
+    tick = Ticks()
+    loss = RUNS[who](work, n, tick)
+    xm.wait_device_ops()
+    print('\nRESULT '+json.dumps(dict(tick.result(), loss=loss)), flush=True)
+
+def measure(work, who, n):
+    "What a process of `who` printed, or None with the end of its complaint"
+    res = subprocess.run([sys.executable, __file__, '--child', f'{work} {who}', '--steps', str(n)], capture_output=True, text=True)
+    lines = [o for o in res.stdout.splitlines() if o.startswith('RESULT ')]
+    if not lines: return print(f'{work} {who} failed: {res.stderr[-600:]}', file=sys.stderr)
+    r = json.loads(lines[-1][7:])
+    print(f"{work} {who}: {statistics.median(r['host']):.1f} ms of host time a step", file=sys.stderr, flush=True)
+    return r
+
+def pool(rounds):
+    "The medians of several rounds, and the counts of the last"
+    return {**rounds[-1], **{k: statistics.median([v for r in rounds for v in r[k]]) for k in ('wall','host')}, 'rounds': [statistics.median(r['host']) for r in rounds]}
+
+def table(work, res):
+    "The markdown table of one work"
+    base = res['hand']
+    head = ['', 'host ms a step', 'ratio', 'ratio of each round', 'wall ms', 'ratio', 'compiles', 'reads', 'uploads', 'executions', 'compiles in the first steps']
+    rows = [[CONTENDERS[k], f"{r['host']:.1f}", f"**{r['host']/base['host']:.2f}**", ' '.join(f'{a/b:.2f}' for a,b in zip(r['rounds'], base['rounds'])), f"{r['wall']:.1f}",
+             f"{r['wall']/base['wall']:.2f}", *(f'{r[c]:.2f}' for c in ('compiles','reads','uploads','executions')), r['first_compiles']] for k,r in res.items()]
+    return '\n'.join([f'### {WORKS[work]}, batch of {BS}\n', *(f"| {' | '.join(map(str, o))} |" for o in (head, ['---']*len(head), *rows))])
+
+@call_parse
+def main(
+    works:str='vit resnet18 mlp', # What to train
+    who:str=' '.join(CONTENDERS), # Who trains
+    rounds:int=2, # How often each trains
+    steps:int=40, # Steps of a training
+    out:str='bench.json', # File for the numbers
+    child:str='', # Train in this process: work and contender
+):
+    "Print a table for each work and write the numbers as JSON"
+    if child: return contend(*child.split(), steps)
+    here = [o for o in who.split() if o not in ('accelerate','lightning') or find_spec(o)]
+    for o in set(who.split())-set(here): print(f'{o} is not installed, so it does not take part\n')
+    all_ = {}
+    for work in works.split():
+        got = {o: [] for o in here}
+        for _ in range(rounds):
+            for o in here: got[o].append(measure(work, o, steps))
+        all_[work] = {o: pool(r) for o,r in got.items() if all(r)}
+        print(table(work, all_[work]), '\n', flush=True)
+    Path(out).write_text(json.dumps(all_, indent=1))

@@ -1,0 +1,192 @@
+"In the steady state nothing compiles, however long the schedule, and the optimizer sends one small tensor a step; its steps are fastai's"
+import os
+os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0') # compiles three times as fast; read when the runtime starts
+import fastai.optimizer, pytest
+from synth import *
+from fastai.callback.training import GradientAccumulation
+
+def lookahead(params, lr): return Lookahead(SGD(params, lr=lr, mom=.9), k=5)
+
+OPTS = dict(
+    SGD      = SGD,
+    SGD_l2   = partial(SGD, mom=.9, wd=.1, decouple_wd=False),
+    SGD_wd   = partial(SGD, mom=.9, wd=.1),
+    RMSProp  = partial(RMSProp, wd=.1),
+    RMSProp_mom = partial(RMSProp, mom=.9),
+    Adam     = Adam,
+    Adam_l2  = partial(Adam, wd=.1, decouple_wd=False),
+    RAdam    = RAdam,
+    SAdam    = partial(RAdam, beta=50.),
+    QHAdam   = QHAdam,
+    Larc     = Larc,
+    Lars     = partial(Larc, clip=False, wd=.1),
+    Lamb     = partial(Lamb, wd=.1),
+    ranger   = ranger,
+    lookahead= lookahead)
+TORCH = dict(
+    torch_SGD     = partial(torch.optim.SGD, momentum=.9, weight_decay=.1),
+    torch_SGD_plain = torch.optim.SGD,
+    torch_RMSprop = torch.optim.RMSprop,
+    torch_Adam    = partial(torch.optim.Adam, weight_decay=.1),
+    torch_AdamW   = torch.optim.AdamW)
+OPTS.update({k: partial(OptimWrapper, opt=v) for k,v in TORCH.items()})
+LONG = 'SGD SGD_wd RMSProp Adam RAdam QHAdam Larc Lamb torch_SGD torch_AdamW'.split()
+
+def net(): return nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 3))
+
+def long_learner(n=400, **kwargs):
+    "`n` batches of 4, and one to validate"
+    dls = dls_of(vectors(4*n), vectors(4, seed=1), bs=4)
+    return Learner(dls, net(), loss_func=CrossEntropyLossFlat(), splitter=lambda m: L(m[:1], m[1:]).map(params), path='.', **kwargs).to_tpu(fetch_every=1e9)
+
+class Steps(Callback):
+    "What each training batch cost, from the end of the one before"
+    order = 200
+    def before_fit(self): self.steps = []
+    def before_train(self): self.at = xla_counts()
+    def after_batch(self):
+        if not self.training: return
+        now = xla_counts()
+        self.steps.append(now-self.at)
+        self.at = now
+    @property
+    def compiled(self): return [i for i,o in enumerate(self.steps) if o.compiles]
+
+def steps(learn, f, *args, **kwargs):
+    "The costs of the batches of `learn.f(...)`"
+    with learn.no_bar(),learn.no_logging(): getattr(learn, f)(*args, cbs=(cb := Steps()), **kwargs)
+    return cb
+
+def steady(cb, after=2, own=1, reads=0):
+    "Assert that from batch `after` on nothing compiled and no more than `reads` was read, and the optimizer sent `own` tensors a batch; the loader sends one"
+    c = cb.steps[after:]
+    assert [i for i in cb.compiled if i>=after]==[]
+    assert sum(o.reads for o in c)<=reads
+    assert sum(o.uploads for o in c)<=(1+own)*len(c)+4 # batches are sent ahead
+
+@pytest.mark.parametrize('opt', LONG)
+def test_400_steps_of_one_cycle(opt):
+    cb = steps(long_learner(opt_func=OPTS[opt]), 'fit_one_cycle', 1, 1e-2)
+    assert len(cb.steps)==400
+    assert cb.compiled==[0]
+    steady(cb)
+
+def test_lookahead_has_two_graphs():
+    "And one more for its first step, which makes the slow weights"
+    cb = steps(long_learner(opt_func=ranger), 'fit_one_cycle', 1, 1e-2)
+    assert len(cb.steps)==400 and set(cb.compiled)<={0,1,5}
+    steady(cb, after=6)
+
+@pytest.mark.parametrize('f,args', [('fit_flat_cos', (1,1e-2)), ('fit_sgdr', (2,1,1e-2)), ('fit_one_cycle', (1,slice(1e-4,1e-2))), ('lr_find', ())], ids=str)
+def test_schedules(f, args):
+    learn = long_learner(n=100)
+    learn.add_cb(cb := Steps())
+    with learn.no_bar(),learn.no_logging(): getattr(learn, f)(*args, **(dict(show_plot=False) if f=='lr_find' else {}))
+    assert len(cb.steps)>=50 and set(cb.compiled)<={0,1}
+    steady(cb, reads=len(cb.steps) if f=='lr_find' else 0) # fastai's LRFinder looks at each loss
+
+def test_nothing_is_sent_when_nothing_changes():
+    steady(steps(long_learner(n=40, opt_func=partial(SGD, mom=.9)), 'fit', 1, 1e-2), own=0)
+
+def test_freezing_compiles_in_the_first_two_steps_alone():
+    learn = long_learner(n=12, opt_func=Adam)
+    for f in ('freeze','unfreeze','freeze','unfreeze'):
+        getattr(learn, f)()
+        assert set(steps(learn, 'fit_one_cycle', 1, 1e-2).compiled)<={0,1}
+
+def test_accumulation_has_two_graphs():
+    learn = long_learner(n=40, opt_func=Adam)
+    learn.add_cb(GradientAccumulation(8))
+    cb = steps(learn, 'fit_one_cycle', 1, 1e-2)
+    assert cb.compiled==[0,1]
+    steady(cb)
+
+def test_a_second_fit_compiles_nothing():
+    learn = long_learner(n=6, opt_func=Adam)
+    steps(learn, 'fit_one_cycle', 1, 1e-2)
+    assert steps(learn, 'fit_one_cycle', 1, 1e-2).compiled==[]
+
+# ---- the same steps as fastai's
+
+def made(opt_func, dev):
+    ps = [nn.Parameter((torch.arange(1,n+1)/n-.4).to(dev)) for n in (6,4,1)]
+    return opt_func([ps[:2], ps[2:]], lr=.01),ps
+
+def step_on(opt, ps, rng):
+    "Steps whose rates, momentums and gradients change; the last parameter has no gradient at times, and the first no decay"
+    if isinstance(opt, Optimizer): opt.state[ps[0]]['do_wd'] = False
+    for i in rng:
+        opt.set_hyper('lr', [.02/(i+1),.01])
+        if i==20 and 'mom' in opt.hypers[0] and type(getattr(opt, 'opt', None)) is not torch.optim.SGD: opt.set_hyper('mom', 0.)
+        for j,p in enumerate(ps):
+            g = torch.sin(torch.arange(1,p.numel()+1)*(i+j+1.))
+            if j<2 or i%3: p.grad = g.to(p.device)
+        opt.step()
+        opt.zero_grad()
+
+def steps_and_file(opt_func, dev, file):
+    "15 steps, the state through a file into another optimizer with other parameters, and 15 more"
+    opt,ps = made(opt_func, dev)
+    step_on(opt, ps, range(15))
+    torch.save([opt.state_dict(), [p.detach() for p in ps]], file)
+    opt,qs = made(opt_func, dev)
+    sd,ws = torch.load(file, weights_only=False, map_location='cpu')
+    for q,w in zip(qs, ws): q.data.copy_(w)
+    opt.load_state_dict(sd)
+    step_on(opt, qs, range(15, 30))
+    return as_numbers(opt.state_dict()),[p.detach() for p in qs]
+
+@pytest.mark.parametrize('opt', OPTS)
+def test_30_steps(opt, tmp_path):
+    want,got = (steps_and_file(OPTS[opt], dev, tmp_path/f'{dev}.pth') for dev in ('cpu',DEVICE))
+    assert devices(got)=={'xla'}
+    close(want, got, rtol=2e-4, atol=1e-5)
+
+@pytest.mark.parametrize('dtype', [torch.float64,torch.bfloat16])
+def test_types(dtype):
+    def f(dev):
+        p = nn.Parameter(torch.linspace(-1, 1, 8).to(dev, dtype))
+        opt = Adam([p], lr=.01)
+        for i in range(10):
+            p.grad = (p.detach()*(i+1)).cos()
+            opt.step()
+        return p.detach().cpu(),opt.state[p]['sqr_avg'].cpu()
+    tol = 1e-9 if dtype is torch.float64 else 3e-2
+    close(f('cpu'), f(DEVICE), rtol=tol, atol=tol)
+
+def test_steppers_of_ones_own_run_in_fastais_step():
+    seen = []
+    def signed(p, lr, **kwargs):
+        seen.append(p.device.type)
+        p.data.add_(p.grad.sign(), alpha=-lr)
+    def f(dev):
+        opt,ps = made(lambda ps,lr: Optimizer(ps, [fastai.optimizer.average_grad, signed], lr=lr), dev)
+        step_on(opt, ps, range(3))
+        return [p.detach() for p in ps]
+    close(f('cpu'), f(DEVICE))
+    assert seen.count('xla')==seen.count('cpu')>0
+
+def test_undone():
+    "fastai's own step and `zero_grad` are back, also on the device"
+    undo_patches()
+    try:
+        opt,ps = made(Adam, DEVICE)
+        step_on(opt, ps, range(2))
+        assert Optimizer.step.__module__=='fastai.optimizer' and not hasattr(Optimizer.step, '__wrapped__')
+        assert ps[0].grad is not None
+    finally: apply_patches()
+
+@pytest.mark.parametrize('opt', [partial(torch.optim.SGD, momentum=.9, nesterov=True), partial(torch.optim.Adam, amsgrad=True), torch.optim.NAdam], ids=['nesterov','amsgrad','NAdam'])
+def test_other_torch_optimizers_step_as_torch_does(opt):
+    def f(dev):
+        w,ps = made(lambda ps,lr: OptimWrapper(ps, opt, lr=lr), dev)
+        step_on(w, ps, range(4))
+        return [p.detach() for p in ps]
+    close(f('cpu'), f(DEVICE))
+
+def test_hooks_of_a_torch_optimizer_run():
+    w,ps = made(partial(OptimWrapper, opt=torch.optim.Adam), DEVICE)
+    seen = []
+    w.opt.register_step_post_hook(lambda *args: seen.append(1))
+    step_on(w, ps, range(2))
+    assert seen==[1,1]
