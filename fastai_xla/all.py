@@ -8,4 +8,5 @@ from .metrics import *
 from .callback import *
 from .launch import *
 from .distributed import *
+from .sharding import *
 from .monitor import *

@@ -26,9 +26,10 @@ def _on_cpu(o): return isinstance(o, torch.Tensor) and o.device.type=='cpu'
 def upload(
     b, # Nested tuples, lists and dicts with tensors
     device, # XLA device
+    spec=None, # How a tensor is spread over the devices of a mesh: a function that returns its `XlaShardingSpec`
 ):
     "`b` with its CPU tensors on `device`, sent in one call, types and metadata kept"
-    def _send(ts): return torch_xla._XLAC._xla_tensors_from_aten([t.contiguous() for t in ts], [str(device)]*len(ts), None)
+    def _send(ts): return torch_xla._XLAC._xla_tensors_from_aten([t.contiguous() for t in ts], [str(device)]*len(ts), spec and [spec(t) for t in ts])
     return map_tensors(_send, b, select=_on_cpu)
 
 # %% ../nbs/05_data.ipynb #pad
@@ -119,7 +120,7 @@ class XLADL(TfmdDL):
         self.placement = TfmPlacement(self.after_batch, batch_tfms)
         self.bs,self.real = getattr(dl, 'bs', getattr(dl, 'batch_size', None)),None
 
-    _owns_state = True
+    _owns_state,_spec = True,None
 
     def _new_turns(self): return _Turns()
     def __len__(self): return len(self.dl)
@@ -152,7 +153,7 @@ class XLADL(TfmdDL):
         n = len(ts[0]) if ts[0].ndim else 0
         ragged = self.pad and self.bs and 0<n<self.bs and all(t.ndim and len(t)==n for t in ts)
         if ragged: b = _pad(b, n, self.bs)
-        return upload(b, self._device),(n if ragged else None)
+        return upload(b, self._device, self._spec),(n if ragged else None)
 
     def _fill(self, it, tfms, q, stop, turns):
         "Run by the background thread: batches, then `_End` or an exception, into `q`, each with the random state after it"

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fastcore.all import L, noop
 from fastai.basics import Learner, OptimWrapper, DataLoader, Transform, Pipeline, apply, no_random
 from fastai.data.transforms import IntToFloatTensor, Normalize
-from .runtime import torch_xla, met, xm, xla_device
+from .runtime import torch_xla, met, xm, xr, xla_device
 
 # %% ../nbs/03_placement.ipynb #to-host
 def _on_xla(o): return isinstance(o, torch.Tensor) and o.device.type=='xla'
@@ -41,11 +41,30 @@ def map_tensors(
         return r
     return apply(_put, b)
 
+def _join(t, pieces, places):
+    res = torch.empty(t.shape, dtype=t.dtype)
+    for (piece,_),(copy_no,idx) in zip(pieces, places):
+        if not copy_no: res[tuple(idx)] = piece[tuple(slice(i.stop-i.start) for i in idx)]
+    return res
+
+def _is_spread(t): return 'devices=' in torch_xla._XLAC._get_xla_sharding_spec(t)
+
+def _fetch(ts):
+    "Host copies of the XLA tensors `ts`"
+    X = torch_xla._XLAC
+    if not xr.is_spmd() or xr.process_count()>1: return X._xla_get_cpu_tensors(ts)
+    X._xla_sync_multi(ts, [str(ts[0].device)], True, True)
+    spread,whole = [t for t in ts if _is_spread(t)],[t for t in ts if not _is_spread(t)]
+    whole = iter(X._xla_get_cpu_tensors(whole) if whole else ())
+    if spread: spread = map(_join, spread, X._get_local_shards(spread), X._get_local_shard_replica_and_indices(spread))
+    spread = iter(spread)
+    return [next(spread if _is_spread(t) else whole) for t in ts]
+
 def to_host(
     b, # Nested tuples, lists and dicts with tensors
 ):
     "`b` with its XLA tensors on the host, detached, fetched in one transfer"
-    return map_tensors(lambda ts: torch_xla._XLAC._xla_get_cpu_tensors(ts), b)
+    return map_tensors(_fetch, b)
 
 # %% ../nbs/03_placement.ipynb #send
 def _on_cpu(o): return isinstance(o, torch.Tensor) and o.device.type=='cpu'
