@@ -284,12 +284,16 @@ def _param_ops(learn, mesh, rules):
     "How each parameter is spread, for torch_xla"
     return {p: mesh.op(spec) for m in _modules(learn) for (_,p),spec in zip(m.named_parameters(), infer_sharding(m, mesh, rules).specs.values())}
 
-def _mark_state(opt, ops, whole):
-    "Spread the optimizer's state like its parameters"
+def _state_tensors(opt):
+    "The device tensors of the optimizer's state, each with its parameter"
+    if opt is None: return []
     slow = getattr(opt, 'slow_weights', None) or ()
-    state = [(p, v) for st in _states(opt) for p,s in st.items() for v in s.values()] + [(p, s) for o in zip(opt.param_lists, slow) for p,s in zip(*o)]
-    for p,v in state:
-        if _on_xla(v): _mark(v, ops.get(p, whole) if v.shape==p.shape else whole)
+    state = [(p, v) for st in _states(opt) for p,s in st.items() for v in s.values()] + [(p, v) for o in zip(opt.param_lists, slow) for p,v in zip(*o)]
+    return [(p, v) for p,v in state if _on_xla(v)]
+
+def _mark_state(state, ops, whole):
+    "Spread tensors of the optimizer's state like their parameters"
+    for p,v in state: _mark(v, ops.get(p, whole) if v.shape==p.shape else whole)
 
 def _place(learn, mesh, rules):
     "Spread parameters, buffers and optimizer state of `learn` over the cores"
@@ -297,7 +301,7 @@ def _place(learn, mesh, rules):
     for p,op in ops.items(): _mark(p, op)
     for m in _modules(learn):
         for b in m.buffers(): _mark(b, whole)
-    if learn.opt is not None: _mark_state(learn.opt, ops, whole)
+    _mark_state(_state_tensors(learn.opt), ops, whole)
 
 # %% ../nbs/10_sharding.ipynb #loader
 class MeshDL(XLADL):
@@ -338,7 +342,7 @@ class TPUShardedTrainer(TPUTrainer):
         **kwargs, # As for `TPUTrainer`
     ):
         super().__init__(**kwargs)
-        self.mesh,self.rules,self.partition_norms,self.blocks,self.fresh = mesh,rules,partition_norms,BlockMarker(mesh),True
+        self.mesh,self.rules,self.partition_norms,self.blocks,self.stateful = mesh,rules,partition_norms,BlockMarker(mesh),None
 
     @property
     def table(self): return infer_sharding(self.learn.model, self.mesh, self.rules)
@@ -346,7 +350,7 @@ class TPUShardedTrainer(TPUTrainer):
     def place(self):
         "Spread the Learner over the cores; what is spread already stays as it is"
         _place(self.learn, self.mesh, self.rules)
-        self.fresh = True
+        self.stateful = {id(p) for p,_ in _state_tensors(self.learn.opt)}
 
     def _hold(self):
         super()._hold()
@@ -362,8 +366,10 @@ class TPUShardedTrainer(TPUTrainer):
     def before_batch(self): self.blocks.n = next((len(t) for t in _tensors(list(self.xb)) if t.ndim), 0)
 
     def after_step(self):
-        if self.fresh: _mark_state(self.opt, _param_ops(self.learn, self.mesh, self.rules), self.mesh.op(()))
-        self.fresh = False
+        if self.stateful is None: return
+        new = [(p, v) for p,v in _state_tensors(self.opt) if id(p) not in self.stateful]
+        if new: _mark_state(new, _param_ops(self.learn, self.mesh, self.rules), self.mesh.op(()))
+        self.stateful = None
 
     def release(self):
         super().release()
