@@ -54,7 +54,7 @@ def lib():
     from fastai.callback import all as cbs
     lib = SimpleNamespace(**{k: v for m in (cbs, fastai_xla.all, parity_models, count_models) for k,v in vars(m).items() if not k.startswith('_')})
     lib.X = torch_xla._XLAC
-    tiny(lib).to_tpu_sharded(fsdp=8)
+    tiny(lib).to_tpu_sharded()
     return lib
 
 def tiny(l, n=40, n_valid=13, bs=16, **kwargs):
@@ -278,6 +278,23 @@ def images_predict_tta_export():
     assert pieces(l, learn.model[1].weight)==[(4,4)]*8
 
 @case('methods')
+def augmentation_on_the_device():
+    def mk(l):
+        learn = l.cnn()
+        l.set_seed(1)
+        learn.dls = l.image_dls(batch_tfms=[*l.aug_transforms(), l.Normalize.from_stats(*l.imagenet_stats)])
+        return learn
+    l,_,learn = both(lambda o: o.fit(1, 1e-2), mk, tol=2e-4, fsdp=1)
+    assert {place for _,place,*_ in learn.tfm_placement.rows}=={'device'}
+
+@case('methods')
+def copies():
+    from copy import deepcopy
+    l,plain,learn = both(lambda o: o.fit(1, 1e-2))
+    near(l, deepcopy(learn).model.state_dict(), plain.model.state_dict())
+    is_spread(l, learn)
+
+@case('methods')
 def refused_afterwards():
     l = lib()
     learn = tiny(l)
@@ -314,36 +331,74 @@ def programs(folder):
 
 def ops(hlo, name): return [[int(d) for d in dims.split(',') if d] for dims in re.findall(rf'= \(?\w+\[([\d,]*)\][^=]* {name}(?:-start)?\(', hlo)]
 
+@lru_cache(None)
+def dumps():
+    "The folder to which this process dumps its programs; with virtual cores asked for first"
+    d = Path('dumps').absolute()
+    os.environ['XLA_FLAGS'] = f'{FLAGS} --xla_dump_to={d} --xla_dump_hlo_as_text'
+    from fastai_xla.all import use_virtual_cores
+    use_virtual_cores(8)
+    return d
+
+def step(mk, **kwargs):
+    "Shapes of what the training step's convolutions, all-gathers and all-reduces make"
+    d,l = dumps(),lib()
+    learn = mk(l).to_tpu_sharded(**kwargs)
+    for o in d.glob('*.txt'): o.unlink()
+    quiet(l, learn, learn.fit, 1)
+    hlo = programs(d)[-1]
+    return [ops(hlo, o) for o in ('convolution','all-gather','all-reduce')]
+
+def of_activations(shapes): return [o for o in shapes if o[1:3] in ([12,12],[6,6])]
+
 @case('hlo')
 def data_parallel_gathers_nothing():
-    with TemporaryDirectory() as d:
-        os.environ['XLA_FLAGS'] = f'{FLAGS} --xla_dump_to={d} --xla_dump_hlo_as_text'
-        l = lib()
-        def convs(**kwargs):
-            learn = l.cnn().to_tpu_sharded(**kwargs)
-            for o in Path(d).iterdir(): o.unlink()
-            quiet(l, learn, learn.fit, 1)
-            hlo = programs(d)[-1]
-            return [o for op in ('convolution',) for o in ops(hlo, op)],ops(hlo, 'all-gather'),ops(hlo, 'all-reduce')
-        c,gathers,reduces = convs(fsdp=1)
-        assert c and reduces and gathers==[]
-        ours = c
-        c,gathers,reduces = convs(fsdp=1, partition_norms=False)
-        assert gathers and ours!=c, 'the check can fail'
-        print(ours, c, gathers)
+    convs,gathers,reduces = step(lambda l: l.cnn(), fsdp=1)
+    assert [o[0] for o in of_activations(convs)]==[1,1,1], 'each core has one of 8 samples'
+    assert gathers==[] and reduces
+
+@case('hlo')
+def torch_xlas_norms_gather_activations():
+    "so that the tests here can fail"
+    _,gathers,_ = step(lambda l: l.cnn(), fsdp=1, partition_norms=False)
+    assert [8,8,12,12] in gathers
+
+@case('hlo')
+def data_parallel_vit_gathers_nothing(): assert step(lambda l: l.vit(), fsdp=1)[1]==[]
+
+# On one device
+
+@case('one')
+def one_core():
+    import torch
+    from fastai_xla.all import use_virtual_cores
+    use_virtual_cores(1)
+    l,plain,learn = both(lambda o: o.fit(2, 1e-2), rules=[])
+    assert learn.tpu_sharded_trainer.mesh==dict(replica=1, fsdp=1)
+    assert {o.spec for o in learn.sharding}=={()}
+    near(l, quiet(l, plain, plain.get_preds), quiet(l, learn, learn.get_preds))
 
 # In a process that is not turned to SPMD
+
+@case('late')
+def refused_while_replicas_hold_the_cores():
+    from parity_models import cnn
+    from fastai_xla.all import get_pool
+    pool,learn = get_pool(2),cnn()
+    assert pool.run(int)==[0,1]
+    with pytest.raises(RuntimeError, match='replicas of `to_tpu_distributed` hold the cores.*detach_tpu_distributed'): learn.to_tpu_sharded()
+    pool.close()
 
 @case('late')
 def refused_when_the_device_was_used():
     from parity_models import cnn
     from fastai_xla.all import use_virtual_cores
-    import torch, torch_xla
+    import torch_xla
     use_virtual_cores(2)
     learn = cnn().to_tpu()
     with pytest.raises(RuntimeError, match='has used the XLA device.*cannot turn to SPMD.*restart Python'): learn.to_tpu_sharded(fsdp=2)
     assert not torch_xla.runtime.is_spmd() and learn.tpu_trainer in learn.cbs
-    learn.fit(1)
+    with learn.no_bar(),learn.no_logging(): learn.fit(1)
 
 @pytest.mark.parametrize('group,name', [(g,n) for g,fs in groups.items() for n in fs])
 def test_case(group, name):
