@@ -97,7 +97,7 @@ class ShardRule:
         if unknown: raise ValueError(f"Rule {self.pattern!r} names the mesh axis {unknown[0]!r}; the mesh is ({mesh}). Give it a size: `to_tpu_sharded({unknown[0]}=2, ...)`.")
         if isinstance(self.axes, str): return self._largest(shape, mesh)
         if self.axes: self._check(name, shape, mesh)
-        return tuple(self.axes),'as the rule says'
+        return tuple(self.axes or ()),'as the rule says'
 
     def _largest(self, shape, mesh):
         k = mesh[self.axes]
@@ -164,10 +164,10 @@ def infer_sharding(
     rules=(), # `ShardRule`s, or tuples (pattern, axes); the first that matches a name counts
 ):
     "How the parameters of `model` are spread over `mesh`, as a table"
-    rules,res,used = _rules(rules),ShardingTable(),set()
+    rules,res,used = _rules(rules),ShardingTable(),[]
     for name,p in model.named_parameters():
         rule = next(o for o in rules if re.search(o.pattern, name))
-        used.add(rule)
+        used.append(rule)
         spec,why = rule.spec(name, p.shape, mesh)
         spec,n = mesh.used(spec),p.numel()*p.element_size()
         res.append(ShardRow(name, tuple(p.shape), rule.pattern, spec, n, n//math.prod(mesh[a] for o in spec for a in _names(o)), why))
