@@ -12,21 +12,21 @@ __all__ = ['TPUMesh', 'make_mesh', 'ShardRule', 'ShardRow', 'ShardingTable', 'in
 import math, os, re, warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from html import escape
 from itertools import chain
 from typing import NamedTuple
 import numpy as np, torch
 from torch import nn
 from torch.jit._builtins import _find_builtin, _register_builtin
-from fastcore.all import L, patch
+from fastcore.all import patch
 from fastai.basics import Learner
 from .runtime import torch_xla, xr, require_xla, device_kind, n_cores, runtime_started, xla_device
 from .patches import Patch, _patches, _on_xla, _replaces
 from .virtual_cores import _put_in_force
 from .placement import move_learner, to_host, _is_spread, _modules, _states, _tensors
 from .data import XLADL
-from .callback import TPUTrainer, _forget_batch, _remove_trainers
+from .callback import TPUTrainer, _remove_trainers
 import fastai_xla.launch as launch
 
 # %% ../nbs/10_sharding.ipynb #mesh
