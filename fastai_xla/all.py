@@ -10,5 +10,6 @@ from .metrics import *
 from .callback import *
 from .launch import *
 from .distributed import *
+from .sharding import *
 from .stream import *
 from .monitor import *

@@ -28,9 +28,10 @@ from .text import bucket_len, bucket_lens, is_text
 def upload(
     b, # Nested tuples, lists and dicts with tensors
     device, # XLA device
+    spec=None, # How a tensor is spread over the devices of a mesh: a function that returns its `XlaShardingSpec`
 ):
     "`b` with its CPU tensors on `device`, sent in one call, types and metadata kept"
-    return map_tensors(partial(_send, device=device), b, select=_on_cpu)
+    return map_tensors(partial(_send, device=device, spec=spec), b, select=_on_cpu)
 
 # %% ../nbs/05_data.ipynb #pad
 def _pad(b, n, bs):
@@ -168,7 +169,7 @@ class XLADL(TfmdDL):
         self.shapes = _shapes_of(vars(self).get('src', dl))
         self.lens = () if not pad_text or self._text_lens is None else bucket_lens(self._text_lens, self._step_bs(), 3 if self._one_size else 2)
 
-    _owns_state = True
+    _owns_state,_spec = True,None
 
     @property
     def _text_lens(self): return self.dl.res if isinstance(self.dl, SortedDL) and self.dl.sort_func is _default_sort else None
@@ -211,7 +212,7 @@ class XLADL(TfmdDL):
         ragged = self.pad and self.bs and 0<n<self.bs and all(t.ndim and len(t)==n for t in ts)
         if ragged: b = _pad(b, n, self.bs)
         else: self.shapes.see(ts, most=4+len(self.lens))
-        return upload(b, self._device),(n if ragged else None)
+        return upload(b, self._device, self._spec),(n if ragged else None)
 
     def _fill(self, it, tfms, q, stop, turns):
         "Run by the background thread: batches, then `_End` or an exception, into `q`, each with the random state after it"

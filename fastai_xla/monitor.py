@@ -13,7 +13,7 @@ from fastai.basics import Callback
 from .runtime import met, require_xla
 
 # %% ../nbs/12_monitor.ipynb #counts
-_metrics = dict(compiles='CompileTime', executions='ExecuteTime', reads='TransferFromDeviceTime', uploads='TransferToDeviceTime')
+_metrics = dict(compiles=['CompileTime'], executions=['ExecuteTime','ExecuteReplicatedTime'], reads=['TransferFromDeviceTime'], uploads=['TransferToDeviceTime'])
 
 @dataclass
 class XLACounts:
@@ -32,7 +32,7 @@ def xla_counts():
     "The counts since this process started"
     require_xla()
     fb = {n: met.counter_value(n) for n in met.counter_names() if n.startswith('aten::')}
-    return XLACounts(*[(met.metric_data(n) or (0,))[0] for n in _metrics.values()], fb)
+    return XLACounts(*[sum((met.metric_data(n) or (0,))[0] for n in ns) for ns in _metrics.values()], fb)
 
 # %% ../nbs/12_monitor.ipynb #stats
 class XLAStats(Callback):

@@ -19,20 +19,20 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fastcore.all import L, noop
 from fastai.basics import Learner, Optimizer, OptimWrapper, DataLoader, Transform, Pipeline, apply, no_random
 from fastai.data.transforms import IntToFloatTensor, Normalize
-from .runtime import torch_xla, met, xm, xla_device
+from .runtime import torch_xla, met, xm, xr, xla_device
 from .patches import _zeroed
 
 # %% ../nbs/03_placement.ipynb #to-host
 def _on_xla(o): return isinstance(o, torch.Tensor) and o.device.type=='xla'
 
 def map_tensors(
-    f, # From a list of plain tensors to a list of plain tensors, in the same order
+    f, # From a list of tensors to a list of tensors, in the same order
     b, # Nested tuples, lists and dicts with tensors
     select=_on_xla, # Which tensors of `b` to hand to `f`
 ):
     "`b` with its selected tensors replaced by what `f` makes of all of them at once, types and metadata kept"
     ts = []
-    apply(lambda o: ts.append(o.detach().as_subclass(torch.Tensor)) if select(o) else None, b)
+    apply(lambda o: ts.append(o) if select(o) else None, b)
     res = iter(f(ts) if ts else ())
     def _put(o):
         if not select(o): return o
@@ -43,18 +43,38 @@ def map_tensors(
         return r
     return apply(_put, b)
 
+def _join(t, pieces, places):
+    res = torch.empty(t.shape, dtype=t.dtype)
+    for (piece,_),(copy_no,idx) in zip(pieces, places):
+        if not copy_no: res[tuple(idx)] = piece[tuple(slice(i.stop-i.start) for i in idx)]
+    return res
+
+def _is_spread(t): return 'devices=' in torch_xla._XLAC._get_xla_sharding_spec(t)
+
+def _fetch(ts):
+    "Host copies of the XLA tensors `ts`"
+    X = torch_xla._XLAC
+    if not xr.is_spmd() or xr.process_count()>1: return X._xla_get_cpu_tensors(ts)
+    X._xla_sync_multi(ts, [str(ts[0].device)], True, True)
+    spread,whole = [t for t in ts if _is_spread(t)],[t for t in ts if not _is_spread(t)]
+    whole = iter(X._xla_get_cpu_tensors(whole) if whole else ())
+    if spread: spread = map(_join, spread, X._get_local_shards(spread), X._get_local_shard_replica_and_indices(spread))
+    spread = iter(spread)
+    return [next(spread if _is_spread(t) else whole) for t in ts]
+
 def to_host(
     b, # Nested tuples, lists and dicts with tensors
 ):
     "`b` with its XLA tensors on the host, detached, fetched in one transfer"
-    return map_tensors(lambda ts: torch_xla._XLAC._xla_get_cpu_tensors(ts), b)
+    return map_tensors(_fetch, b)
 
 # %% ../nbs/03_placement.ipynb #send
 def _on_cpu(o): return isinstance(o, torch.Tensor) and o.device.type=='cpu'
 
-def _send(ts, device):
-    "The tensors of the host `ts` on `device`, sent in one call"
-    return torch_xla._XLAC._xla_tensors_from_aten([t.as_subclass(torch.Tensor).contiguous() for t in ts], [str(device)]*len(ts), None)
+def _send(ts, device, spec=None):
+    "The tensors of the host `ts` on `device`, sent in one call; `spec` of a tensor says how it is spread"
+    ts = [t.detach().as_subclass(torch.Tensor).contiguous() for t in ts]
+    return torch_xla._XLAC._xla_tensors_from_aten(ts, [str(device)]*len(ts), spec and [spec(t) for t in ts])
 
 # %% ../nbs/03_placement.ipynb #slots
 def _modules(learn): return [m for m in (learn.model, learn.loss_func, getattr(learn.loss_func, 'func', None)) if isinstance(m, nn.Module)]

@@ -1,0 +1,417 @@
+"""One program for all cores (SPMD). A process cannot leave SPMD or change its number of devices, so cases run in groups, each in a fresh process: `python test_sharding.py <group>`."""
+import json, os, re, sys, time, traceback
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from fresh import run
+
+FLAGS = '--xla_backend_optimization_level=0'
+groups = {}
+def case(group):
+    "A function that a process of this group calls; its pytest test says what became of it"
+    def _inner(f):
+        groups.setdefault(group, {})[f.__name__] = f
+        return f
+    return _inner
+
+@lru_cache(None)
+def pool(): return ThreadPoolExecutor(2)
+
+@lru_cache(None)
+def processes():
+    "One for each group, two at a time"
+    return {o: pool().submit(run, __file__, o, XLA_FLAGS=FLAGS, PJRT_DEVICE=None, CPU_NUM_DEVICES=None, MPLBACKEND='Agg') for o in groups}
+
+@lru_cache(None)
+def outcome_of(group):
+    "{case: [error or None, seconds]}"
+    res = processes()[group].result()
+    assert res.returncode==0, f'exit {res.returncode}\n{res.stdout}\n{res.stderr}'
+    return json.loads(res.stdout.splitlines()[-1])
+
+def main(group, *names):
+    res = {}
+    with TemporaryDirectory() as d:
+        os.chdir(d)
+        for name,f in groups[group].items():
+            if names and name not in names: continue
+            start,error = time.time(),None
+            try: f()
+            except BaseException: error = traceback.format_exc()
+            res[name] = error,time.time()-start
+    print(json.dumps(res))
+
+# In the processes
+
+@lru_cache(None)
+def lib():
+    "The names that a case needs, as an object; this process is turned to SPMD"
+    from types import SimpleNamespace
+    import fastai_xla.all, parity_models, count_models, torch, torch_xla
+    from fastai.callback import all as cbs
+    lib = SimpleNamespace(**{k: v for m in (cbs, fastai_xla.all, parity_models, count_models) for k,v in vars(m).items() if not k.startswith('_')})
+    lib.X = torch_xla._XLAC
+    tiny(lib).to_tpu_sharded()
+    return lib
+
+def tiny(l, n=40, n_valid=13, bs=16, **kwargs):
+    "A Learner on vectors, with a BatchNorm; 40 samples make batches of 16, 16 and 8"
+    l.set_seed(1)
+    x = l.torch.randn(n+n_valid, 16, generator=l.torch.Generator().manual_seed(0))
+    samples = list(zip(x, x[:,:4].argmax(1)))
+    dls = l.DataLoaders(l.DataLoader(samples[:n], bs=bs), l.DataLoader(samples[n:], bs=bs))
+    model = l.nn.Sequential(l.nn.Sequential(l.nn.Linear(16,64,bias=False), l.nn.BatchNorm1d(64), l.nn.ReLU()), l.nn.Linear(64,4))
+    return l.Learner(dls, model, loss_func=l.CrossEntropyLossFlat(), splitter=l.halves, path=l.Path('.'), **{'metrics': l.accuracy, **kwargs})
+
+def quiet(l, learn, f, *args, **kwargs):
+    l.set_seed(7)
+    with learn.no_bar(),learn.no_logging(): return f(*args, **kwargs)
+
+def near(l, a, b, tol=2e-5):
+    "Assert that two nests of tensors and numbers agree"
+    a,b = l.leaves(a),l.leaves(b)
+    assert a.keys()==b.keys()
+    far = {k: abs(a[k]-b[k]).max(initial=0) for k in a if not abs(a[k]-b[k]).max(initial=0)<=tol}
+    assert not far, far
+
+def same(l, plain, learn, tol=2e-5):
+    "Assert that two Learners have equal weights, optimizer state and history"
+    near(l, [plain.model.state_dict(), plain.opt.state_dict()['state'], list(plain.recorder.losses), list(plain.recorder.values)],
+         [learn.model.state_dict(), learn.opt.state_dict()['state'], list(learn.recorder.losses), list(learn.recorder.values)], tol)
+
+def both(f, mk=tiny, tol=2e-5, **kwargs):
+    "Run `f` on a plain Learner and on its sharded twin: `lib, plain, sharded`, after asserting that they are equal"
+    l = lib()
+    plain = mk(l)
+    quiet(l, plain, f, plain)
+    learn = mk(l).to_tpu_sharded(**(kwargs or dict(fsdp=8)))
+    quiet(l, learn, f, learn)
+    same(l, plain, learn, tol)
+    return l,plain,learn
+
+def pieces(l, t): return [tuple(o[0].shape) for o in l.X._get_local_shards([t.detach()])[0]]
+
+def share(l, ts):
+    "The part of the bytes of `ts` that the fullest core has, from the real pieces"
+    ts = [t.detach() for t in ts]
+    parts = [sum(col) for col in zip(*([o[0].numel()*o[0].element_size() for o in p] for p in l.X._get_local_shards(ts)))]
+    assert len(parts)==8
+    return max(parts)/sum(t.numel()*t.element_size() for t in ts)
+
+def state_tensors(l, opt): return [v for s in opt.state.values() for v in s.values() if isinstance(v, l.torch.Tensor) and v.device.type=='xla']
+
+def is_spread(l, learn):
+    "Assert that the large parameter and its state are in 8 pieces"
+    w = learn.model[0][0].weight
+    assert pieces(l, w)==[(8,16)]*8
+    for k,v in learn.opt.state.get(w, {}).items():
+        if isinstance(v, l.torch.Tensor): assert pieces(l, v)==[(8,16)]*8, k
+
+# Equal to one device
+
+def parity(name, opt, **kwargs):
+    l = lib()
+    mk = partial(l.MODELS[name], opt_func=l.OPTS[opt])
+    learn = mk().to_tpu_sharded(**kwargs)
+    got = l.outcome(learn, l.LRS[opt])
+    l.assert_same(got, l.outcome(mk(), l.LRS[opt]), l.TOLS[name])
+    return l,learn
+
+everything = [('', 'fsdp', 1)]
+
+@case('parity')
+def vit_with_adam_over_8():
+    l,learn = parity('vit', 'Adam', fsdp=8, rules=everything)
+    assert share(l, list(learn.model.parameters()))<=1.05/8
+    assert share(l, state_tensors(l, learn.opt))<=1.05/8
+    assert learn.sharding.device_nbytes/learn.sharding.nbytes==share(l, list(learn.model.parameters()))
+
+@case('parity')
+def cnn_with_sgd_over_2_by_4(): parity('cnn', 'SGD', replica=2, fsdp=4, rules=everything)
+
+@case('parity')
+def tabular_with_wrapped_adamw_data_parallel():
+    l,learn = parity('tabular', 'AdamW', fsdp=1)
+    assert share(l, list(learn.model.parameters()))==1
+
+# Methods
+
+@case('methods')
+def fit_and_its_relatives():
+    def f(learn):
+        learn.fit_one_cycle(1, 1e-2)
+        learn.freeze()
+        learn.fit(1, 1e-2)
+        learn.fine_tune(1, 1e-2)
+    l,plain,learn = both(f)
+    is_spread(l, learn)
+    assert not any(p.owner is l.torch for p in l.patches_in_force() if p.name=='layer_norm')
+    assert not any(m._forward_hooks for m in learn.model.modules())
+
+@case('methods')
+def predictions():
+    l,plain,learn = both(lambda o: o.fit(1, 1e-2))
+    for f in ('validate','get_preds'): near(l, quiet(l, plain, getattr(plain, f)), quiet(l, learn, getattr(learn, f)))
+    near(l, quiet(l, plain, partial(plain.get_preds, with_input=True, with_loss=True)), quiet(l, learn, partial(learn.get_preds, with_input=True, with_loss=True)))
+
+@case('methods')
+def lr_find():
+    l,plain,learn = both(lambda o: o.fit(1, 1e-2))
+    for o in (plain, learn): quiet(l, o, o.lr_find, num_it=5, show_plot=False)
+    near(l, list(plain.recorder.losses), list(learn.recorder.losses))
+    near(l, plain.model.state_dict(), learn.model.state_dict())
+    is_spread(l, learn)
+
+@case('methods')
+def save_and_load():
+    l,plain,learn = both(lambda o: o.fit(1, 1e-2))
+    before = l.xla_counts()
+    f = learn.save('m')
+    n = len(learn.model.state_dict())+len(state_tensors(l, learn.opt))
+    d = l.xla_counts()-before
+    assert (d.compiles,d.executions)==(0,0) and d.reads<=n, d
+    near(l, l.torch.load(f, weights_only=False)['model'], plain.model.state_dict())
+    other = tiny(l).load('m')
+    for o in (plain, other, learn):
+        quiet(l, o, o.fit, 1, 1e-2)
+    same(l, plain, other)
+    same(l, plain, learn)
+    learn.load('m')
+    is_spread(l, learn)
+    quiet(l, learn, learn.fit, 1, 1e-2)
+    near(l, plain.model.state_dict(), learn.model.state_dict())
+    is_spread(l, learn)
+
+@case('methods')
+def callbacks():
+    "MixUp, accumulation over 20 samples, clipping"
+    both(lambda o: o.fit(2, 1e-2, cbs=[lib().MixUp(.4), lib().GradientAccumulation(20), lib().GradientClip(.1)]))
+
+@case('methods')
+def trackers():
+    def f(learn):
+        l = lib()
+        learn.fit(4, .1, cbs=[l.EarlyStoppingCallback(patience=1), l.SaveModelCallback(fname='best')])
+    l,plain,learn = both(f, tol=2e-4)
+    is_spread(l, learn)
+
+@case('methods')
+def frozen_batchnorm():
+    "in eval mode, over a layer that learns"
+    l = lib()
+    class Frozen(l.Callback):
+        order = 10
+        def before_train(self): self.model[0][1].eval()
+    def f(learn):
+        learn.fit(1, 1e-2)
+        w,stats = (o.clone() for o in (learn.model[0][0].weight, learn.model[0][1].running_mean))
+        learn.fit(1, 1e-2, cbs=Frozen())
+        assert (learn.model[0][0].weight!=w).any() and (learn.model[0][1].running_mean==stats).all()
+    both(f)
+
+@case('methods')
+def other_norms_and_torch_xlas():
+    def mk(l):
+        learn = tiny(l)
+        learn.model[0] = l.nn.Sequential(l.nn.Linear(16,64,bias=False), l.nn.BatchNorm1d(64), l.nn.LayerNorm(64), l.nn.Unflatten(1, (8,8)), l.nn.GroupNorm(4,8), l.nn.Flatten())
+        learn.create_opt()
+        return learn
+    both(lambda o: o.fit(1, 1e-2), mk)
+    both(lambda o: o.fit(1, 1e-2), mk, partition_norms=False)
+
+@case('methods')
+def token_ids_and_small_batches():
+    def mk(l):
+        l.set_seed(1)
+        x = l.torch.randint(0, 32, (45,6), generator=l.torch.Generator().manual_seed(0))
+        samples = list(zip(x, x[:,0]%4))
+        dls = l.DataLoaders(l.DataLoader(samples[:30], bs=12), l.DataLoader(samples[30:], bs=12))
+        class Mean(l.nn.Module):
+            def forward(self, x): return x.mean(1)
+        model = l.nn.Sequential(l.nn.Embedding(32,64), Mean(), l.nn.Linear(64,4))
+        return l.Learner(dls, model, loss_func=l.CrossEntropyLossFlat(), metrics=l.accuracy)
+    with pytest.warns(UserWarning, match='bs=12 samples does not divide by 8 cores.*choose bs=16'):
+        l,plain,learn = both(lambda o: o.fit(2, 1e-2), mk)
+    near(l, quiet(l, plain, plain.get_preds), quiet(l, learn, learn.get_preds))
+    seen = []
+    class Seen(l.Callback):
+        order = -100
+        def before_batch(self): seen.append([pieces(l, t) for t in (self.x, self.y)])
+    quiet(l, learn, learn.fit, 1, cbs=Seen())
+    assert seen[0]==[[(2,6)]*8, [(2,)]*8]
+    assert seen[2]==[[(6,6)]*8, [(6,)]*8], 'fewer samples than cores'
+
+@case('methods')
+def lookahead():
+    l,_,learn = both(lambda o: o.fit(3, 1e-2), lambda l: tiny(l, opt_func=l.ranger))
+
+@case('methods')
+def detach_and_other_meshes():
+    def f(learn): learn.fit(1, 1e-2)
+    l,plain,learn = both(f)
+    before = l.xla_counts()
+    learn.detach_tpu_sharded()
+    assert (l.xla_counts()-before).compiles==0
+    for mesh,want in ((dict(replica=2, fsdp=4), (16,16)), (dict(fsdp=1), (64,16)), (dict(fsdp=2, model=2, rules=[('0.0.weight', (('model','fsdp'),None))]), (16,16))):
+        with learn.tpu_sharded_ctx(**mesh):
+            assert pieces(l, learn.model[0][0].weight)==[want]*8
+            for o in (plain, learn): quiet(l, o, f, o)
+        assert {p.device.type for p in learn.model.parameters()}=={'cpu'} and not hasattr(learn, 'tpu_sharded_trainer')
+        same(l, plain, learn, 5e-5)
+    learn.to_tpu_sharded(fsdp=8).to_tpu_sharded(replica=2)
+    assert pieces(l, learn.model[0][0].weight)==[(16,16)]*8
+
+@case('methods')
+def images_predict_tta_export():
+    def mk(l): return l.cnn()
+    def f(learn): learn.fit(1, 1e-2)
+    l,plain,learn = both(f, mk, replica=2, rules=everything)
+    near(l, quiet(l, plain, plain.tta, n=1), quiet(l, learn, learn.tta, n=1))
+    item = plain.dls.valid.items[0]
+    near(l, quiet(l, plain, plain.predict, item)[1:], quiet(l, learn, learn.predict, item)[1:])
+    learn.export('e.pkl')
+    assert b'xla' not in Path('e.pkl').read_bytes()
+    near(l, quiet(l, plain, plain.predict, item)[1:], quiet(l, plain, l.load_learner('e.pkl').predict, item)[1:])
+    assert pieces(l, learn.model[1].weight)==[(4,4)]*8
+
+@case('methods')
+def augmentation_on_the_device():
+    def mk(l):
+        learn = l.cnn()
+        l.set_seed(1)
+        learn.dls = l.image_dls(batch_tfms=[*l.aug_transforms(), l.Normalize.from_stats(*l.imagenet_stats)])
+        return learn
+    l,_,learn = both(lambda o: o.fit(1, 1e-2), mk, tol=2e-4, fsdp=1)
+    assert {place for _,place,*_ in learn.tfm_placement.rows}=={'device'}
+
+@case('methods')
+def copies():
+    from copy import deepcopy
+    l,plain,learn = both(lambda o: o.fit(1, 1e-2))
+    near(l, deepcopy(learn).model.state_dict(), plain.model.state_dict())
+    is_spread(l, learn)
+
+@case('methods')
+def refused_afterwards():
+    l = lib()
+    learn = tiny(l)
+    with pytest.raises(RuntimeError, match='This process uses SPMD.*restart Python'): learn.to_tpu_distributed()
+    with pytest.raises(RuntimeError, match='already started with 8 devices, not 4'): l.use_virtual_cores(4)
+    for kwargs in (dict(fsdp=16), dict(replica=3, fsdp=4), dict(rules=[('0.0.weight', ('fsdp',))])):
+        with pytest.raises(ValueError): learn.to_tpu_sharded(**kwargs)
+    assert learn.model[0][0].weight.device.type=='cpu' and not learn._grab_cbs(l.TPUShardedTrainer)
+
+# Counts
+
+@case('parity')
+def steady_epoch():
+    l = lib()
+    for mk,kwargs in ((l.vit, dict(fsdp=8)), (l.cnn, dict(fsdp=1)), (l.cnn, dict(replica=2, rules=everything))):
+        learn,cb = mk().to_tpu_sharded(fetch_every=1e9, **kwargs),l.BatchCounts()
+        quiet(l, learn, learn.fit, 2, 1e-3, cbs=cb)
+        c,e = cb.batches[1],cb.epochs[1]
+        assert (c.compiles,c.reads,c.fallbacks,c.executions)==(0,0,{},cb.n_batches), c
+        assert e.compiles==0 and e.reads<=2, e
+
+@case('parity')
+def bf16():
+    l = lib()
+    learn = tiny(l).to_bf16().to_tpu_sharded(fsdp=8)
+    quiet(l, learn, learn.fit, 2, 1e-2)
+    assert learn.recorder.losses[-1]<learn.recorder.losses[0]
+
+# The compiled program
+
+def programs(folder):
+    "The compiled programs that were dumped, largest last"
+    return sorted((o.read_text() for o in Path(folder).glob('*SyncTensorsGraph*after_optimizations.txt')), key=len)
+
+def ops(hlo, name): return [[int(d) for d in dims.split(',') if d] for dims in re.findall(rf'= \(?\w+\[([\d,]*)\][^=]* {name}(?:-start)?\(', hlo)]
+
+@lru_cache(None)
+def dumps():
+    "The folder to which this process dumps its programs; with virtual cores asked for first"
+    d = Path('dumps').absolute()
+    os.environ['XLA_FLAGS'] = f'{FLAGS} --xla_dump_to={d} --xla_dump_hlo_as_text'
+    from fastai_xla.all import use_virtual_cores
+    use_virtual_cores(8)
+    return d
+
+def step(mk, **kwargs):
+    "Shapes of what the training step's convolutions, all-gathers and all-reduces make"
+    d,l = dumps(),lib()
+    learn = mk(l).to_tpu_sharded(**kwargs)
+    for o in d.glob('*.txt'): o.unlink()
+    quiet(l, learn, learn.fit, 1)
+    hlo = programs(d)[-1]
+    return [ops(hlo, o) for o in ('convolution','all-gather','all-reduce')]
+
+def of_activations(shapes): return [o for o in shapes if o[1:3] in ([12,12],[6,6])]
+
+@case('hlo')
+def data_parallel_gathers_nothing():
+    convs,gathers,reduces = step(lambda l: l.cnn(), fsdp=1)
+    assert [o[0] for o in of_activations(convs)]==[1,1,1], 'each core has one of 8 samples'
+    assert gathers==[] and reduces
+
+@case('hlo')
+def torch_xlas_norms_gather_activations():
+    "so that the tests here can fail"
+    _,gathers,_ = step(lambda l: l.cnn(), fsdp=1, partition_norms=False)
+    assert [8,8,12,12] in gathers
+
+@case('hlo')
+def data_parallel_vit_gathers_nothing(): assert step(lambda l: l.vit(), fsdp=1)[1]==[]
+
+@case('hlo')
+def fsdp_gathers_parameters_alone():
+    "once for the forward pass and once for the backward; without marks on what blocks return it gathers three times as much, images too"
+    import math
+    _,gathers,_ = step(lambda l: l.vit(), fsdp=8, rules=everything)
+    assert [24,96] in gathers and [8,3,32,32] not in gathers
+    assert sum(map(math.prod, gathers))<=2*sum(p.numel() for p in lib().vit().model.parameters())
+
+# On one device
+
+@case('one')
+def one_core():
+    import torch
+    from fastai_xla.all import use_virtual_cores
+    use_virtual_cores(1)
+    l,plain,learn = both(lambda o: o.fit(2, 1e-2), rules=[])
+    assert learn.tpu_sharded_trainer.mesh==dict(replica=1, fsdp=1)
+    assert {o.spec for o in learn.sharding}=={()}
+    near(l, quiet(l, plain, plain.get_preds), quiet(l, learn, learn.get_preds))
+
+# In a process that is not turned to SPMD
+
+@case('late')
+def refused_while_replicas_hold_the_cores():
+    from parity_models import cnn
+    from fastai_xla.all import get_pool
+    pool,learn = get_pool(2),cnn()
+    assert pool.run(int)==[0,1]
+    with pytest.raises(RuntimeError, match='replicas of `to_tpu_distributed` hold the cores.*detach_tpu_distributed'): learn.to_tpu_sharded()
+    pool.close()
+
+@case('late')
+def refused_when_the_device_was_used():
+    from parity_models import cnn
+    from fastai_xla.all import use_virtual_cores
+    import torch_xla
+    use_virtual_cores(2)
+    learn = cnn().to_tpu()
+    with pytest.raises(RuntimeError, match='has used the XLA device.*cannot turn to SPMD.*restart Python'): learn.to_tpu_sharded(fsdp=2)
+    assert not torch_xla.runtime.is_spmd() and learn.tpu_trainer in learn.cbs
+    with learn.no_bar(),learn.no_logging(): learn.fit(1)
+
+@pytest.mark.parametrize('group,name', [(g,n) for g,fs in groups.items() for n in fs])
+def test_case(group, name):
+    processes()
+    error,_ = outcome_of(group)[name]
+    assert error is None, error
+
+if __name__=='__main__': main(*sys.argv[1:])
