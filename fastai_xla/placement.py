@@ -66,7 +66,7 @@ def to_host(
     b, # Nested tuples, lists and dicts with tensors
 ):
     "`b` with its XLA tensors on the host, detached, fetched in one transfer"
-    return map_tensors(_fetch, b)
+    return map_tensors(lambda ts: [t.detach() for t in _fetch(ts)], b)
 
 # %% ../nbs/03_placement.ipynb #send
 def _on_cpu(o): return isinstance(o, torch.Tensor) and o.device.type=='cpu'
