@@ -696,7 +696,7 @@ from fastai_xla.virtual_cores import *
 def f(rank, fail):
     xm.rendezvous('start')
     if fail and rank==1: raise ValueError('boom')
-    print(rank, xm.all_reduce('sum', torch.tensor([rank]).to('xla')).item(), flush=True)
+    print(f"{rank} {xm.all_reduce('sum', torch.tensor([rank]).to('xla')).item()}\\n", end='', flush=True)
 if __name__=='__main__':
     use_virtual_cores(2)
     xmp.spawn(f, args=(False,))

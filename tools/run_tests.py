@@ -47,6 +47,7 @@ def main():
     files.sort(key=lambda o: (o.stem!='test_notebooks', -o.stat().st_size))
     os.environ.setdefault('PJRT_DEVICE', 'CPU')
     os.environ.setdefault('OMP_NUM_THREADS', '1')
+    signal.signal(signal.SIGINT, signal.default_int_handler) # ignored in the background of a shell, and then by the tests too
     start = time.time()
     print(f'{len(files)} test files, {a.jobs} at a time', flush=True)
     with tempfile.TemporaryDirectory() as out, ThreadPoolExecutor(a.jobs) as pool:
