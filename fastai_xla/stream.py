@@ -37,8 +37,10 @@ def _open(url):
     try: return _stream(url)
     except ImportError: raise
     except Exception as e:
-        e = e.__cause__ or e
-        if isinstance(e, FileNotFoundError): raise FileNotFoundError(f"There is no shard {url}: check the address, and the numbers in its braces.") from e
+        why = e.__cause__
+        if isinstance(e, FileNotFoundError) and (why is None or getattr(why, 'status', None)==404):
+            raise FileNotFoundError(f"There is no shard {url}: check the address, and the numbers in its braces.") from e
+        e = why or e
         raise OSError(f"The shard {url} cannot be opened ({type(e).__name__}: {e}): check the address, the network and your credentials.") from e
 
 # %% ../nbs/11_stream.ipynb #reader
@@ -270,7 +272,10 @@ class StreamDL(TfmdDL):
         order = self.dataset.order(self.rng if self.shuffle else None)[:self.n]
         return order[_in_lanes(len(order), self.bs or 1, -(-self.dataset.lanes//n)*n)]
 
+    readers = None
     def create_batches(self, samps):
-        with closing(_Readers(self.dataset)) as self.readers: yield from super().create_batches(samps)
+        try:
+            with closing(_Readers(self.dataset)) as self.readers: yield from super().create_batches(samps)
+        finally: self.readers = None
 
-    def create_item(self, i): return self.dataset[0] if i is None else self.readers[i]
+    def create_item(self, i): return (self.readers or self.dataset)[i or 0]

@@ -32,6 +32,7 @@ class Store:
     def __init__(self, folder):
         self.server = ThreadingHTTPServer(('127.0.0.1', 0), partial(Handler, directory=folder))
         self.folder,self.http,self.memory = Path(folder),f'http://127.0.0.1:{self.server.server_port}',fsspec.filesystem('memory')
+        fsspec.filesystem('http') # whose thread stays
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
     def put(self, where, name, b):
         if where=='memory': self.memory.pipe_file(f'memory://{name}', b)
@@ -148,6 +149,21 @@ def test_training_on_replicas_is_exact():
         close(want[0], list(got[0]))
         close(want[1], got[1])
     assert a[1][1].tolist()==[int(y) for _,y in vectors(45, seed=1)]                        # in the order of the shards
+
+def test_the_main_rank_decides_where_a_transform_runs():
+    "Once, while the others wait: with another answer they would run another program"
+    calls = []
+    def halved(x:Tensor):
+        calls.append(rank())
+        return x/2
+    def f(r):
+        dl = ShardedDL(dls[r], xla_device(), train=True)
+        list(dl)
+        return dl.placement.rows,len(dl)
+    dls = [StreamDL(shards(64, 'even', sizes=(16,16,16)), bs=4, num_workers=0, after_batch=[halved]) for _ in range(2)]
+    (rows,n),(rows1,n1) = run_replicas(f)
+    assert rows==rows1 and rows[0][1:]==('device', 'tried: clean on the device', 'none') and n==n1==8
+    assert calls.count(1)==2*n and calls.count(0)>2*n, 'inputs and targets, and the tries'
 
 def test_a_pipeline_of_webdataset_itself():
     "Any IterableDataset can be shared, at the price that each rank reads it all"
