@@ -29,7 +29,7 @@ def write_shards(path, name, idxs, digits, per_shard=100):
 def get_dl(path, name, **kwargs):
     sizes = json.loads((path/f'{name}.json').read_text())
     shards = TarShards(f'{path}/{name}-{{000..{len(sizes)-1:03d}}}.tar', dict(png=PILImageBW.create, cls=int), sizes, window=300)
-    return TarDL(shards, after_item=[Resize(16), ToTensor()], after_batch=[IntToFloatTensor(), Normalize.from_stats([0.5], [0.5])], **kwargs)
+    return StreamDL(shards, after_item=[Resize(16), ToTensor()], after_batch=[IntToFloatTensor(), Normalize.from_stats([0.5], [0.5])], **kwargs)
 
 @call_parse
 def main(

@@ -51,7 +51,7 @@ class TPUTrainer(Callback):
         self.batch_tfms,self.queue,self._dls = batch_tfms,HostQueue(fetch_every),None
 
     @property
-    def tfm_placement(self): return TfmPlacement(self.dls.train.after_batch, self.batch_tfms)
+    def tfm_placement(self): return TfmPlacement(getattr(self.dls.train, 'after_batch', None), self.batch_tfms)
 
     def before_fit(self):
         assert defaults.use_cuda is not False, "`default_device(False)` makes fastai put every batch on the CPU: call `default_device(-1)` or `learn.detach_tpu()`."

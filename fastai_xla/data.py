@@ -17,7 +17,7 @@ from torch.utils.data import get_worker_info
 from fastcore.all import chunked, first, is_listy, noop
 from torch.utils.weak import WeakIdKeyDictionary
 from fastai.torch_basics import explode_types
-from fastai.basics import TfmdDL, DataLoader, apply, to_detach
+from fastai.basics import TfmdDL, DataLoader, apply, no_random, to_detach
 from fastai.data.load import _loaders
 from fastai.text.data import SortedDL, _default_sort
 from .runtime import torch_xla, xr, rank, world_size, from_main
@@ -95,6 +95,7 @@ class _Turns:
     "Whose turn it is to draw: the training thread's or the background thread's, each with its own random state"
     def __init__(self, state=None):
         self.lock,self.state,self.needed = threading.Lock(),state or _rng_state(),True
+        self.follows,self.drawn = True,threading.Event()
 
     @contextmanager
     def background(self):
@@ -115,6 +116,26 @@ class _Turns:
             finally:
                 self.state = _rng_state()
                 _set_rng_state(mine)
+
+    @contextmanager
+    def device(self, draws, owns_state):
+        "The transforms on the device draw for a batch, from this state if the background thread `draws`; else, if the thread owns it, from the global one"
+        if draws and not self.follows: return (yield)
+        if owns_state and not draws:
+            with _swap: return (yield)
+        start = self.state
+        with self._swapped_in(): yield
+        self.let_go(follows=not _same_state(start, self.state))
+
+    def let_go(self, follows=False):
+        "The background thread may go on; does it have to wait after the next batch too?"
+        self.follows = follows
+        self.drawn.set()
+
+    def after_device(self):
+        "The background thread waits until the transforms on the device have drawn for its last batch, if they do"
+        self.drawn.wait()
+        if self.follows: self.drawn.clear()
 
     @contextmanager
     def waiting(self):
@@ -220,9 +241,13 @@ class XLADL(TfmdDL):
             while not stop.is_set():
                 try: return q.put((*o, turns.state), timeout=0.1)
                 except queue.Full: pass
+        start,draws = turns.state,None
         try:
             with torch.no_grad():
-                while not stop.is_set() and (b := self._make(it, tfms, turns)) is not _End: _put(*self._send(b))
+                while not stop.is_set() and (b := self._make(it, tfms, turns)) is not _End:
+                    _put(*self._send(b))
+                    if draws is None: draws = not _same_state(start, turns.state)
+                    if draws: turns.after_device()
             _put(_End, None)
         except BaseException as e: _put(e, None)
 
@@ -244,10 +269,13 @@ class XLADL(TfmdDL):
                     if draws and self._owns_state:
                         with _swap: _seed_all(np.random.randint(2**31))
                     self._note_types(b)
-                yield self._on_device(dev_tfms, b)
+                b = self._on_device(dev_tfms, b, draws)
+                if self.turns.follows: state = self.turns.state
+                yield b
             if isinstance(self.dl, DataLoader): self.dl.after_iter()
         finally:
             stop.set()
+            self.turns.let_go()
             self.turns.lock.release()
             th.join()
             if not getattr(self.dl, 'persistent_workers', False) and hasattr(it, '_shutdown_workers'): it._shutdown_workers()
@@ -256,8 +284,8 @@ class XLADL(TfmdDL):
                 with _swap: _set_rng_state(state)
             self.on_end()
 
-    def _on_device(self, tfms, b):
-        with drawn_for(self.real): return tfms(b)
+    def _on_device(self, tfms, b, draws):
+        with drawn_for(self.real), self.turns.device(draws, self._owns_state): return tfms(b)
 
     def _note_types(self, b):
         "Spare a stream fastai's look at one more sample to learn the number of inputs: the background thread reads there"
@@ -353,8 +381,15 @@ class ShardedDL(XLADL):
         if idxs is not None and np.array_equal(idxs, np.arange(len(idxs))): idxs = len(idxs)
         return idxs, _base_seed(), dl.items.idxs if _is_stateful(dl) else None
 
+    def _decide(self):
+        "Try batch transforms that are not known, apart from the epoch"
+        dl = self.dl
+        if not self.placement.undecided or not _in_samples(dl) or not len(dl): return
+        with _swap,no_random(): self.placement.decide(dl.do_batch([dl.do_item(0) for _ in range(4)]))
+
     def _main_order(self):
-        with self._draws(): return self._order()
+        if self.world_size>1: self._decide()
+        with self._draws(): return *self._order(), self.placement.verdicts
 
     def _deal(self):
         "Agree on the order of the samples, and take this rank's share"
@@ -364,7 +399,8 @@ class ShardedDL(XLADL):
                 dl.randomize()
                 dl.before_iter()
             self.src.rng = dl.rng
-        idxs,self.seed,items = from_main(self._main_order)
+        idxs,self.seed,items,verdicts = from_main(self._main_order)
+        self.placement.remember(verdicts)
         if items is not None:
             dl.items.idxs[:] = items
             dl.make_chunks()

@@ -308,7 +308,7 @@ def _pack_home(learn, known):
     objects,(tensors,opt) = {**known, **model},_host_state(learn)
     states = {k: {a: v for a,v in vars(o).items() if a!='learn'} for k,o in known.items() if k[0] in ('cb','metric')}
     states['learn'] = {a: v for a,v in vars(learn).items() if a not in _stays and not _is_ours(v)}
-    home = dict(tensors=tensors, opt=opt,
+    home = dict(tensors=tensors, opt=opt, tfms=learn.tfm_placement.verdicts,
                 modules={k: _module_state(m) for k,m in model.items() if k[0]=='module'}, frozen=getattr(learn.opt, 'frozen_idx', None), grads=_with_grad(learn),
                 cbs=[cb for cb in learn.cbs if not _is_ours(cb)], rng=_rng_state(), rngs={k: vars(o)['rng'] for k,o in known.items() if k[0]=='dl' and 'rng' in getattr(o, '__dict__', ())})
     return _home_dumps(home, objects),_states(states, objects)
@@ -342,6 +342,7 @@ def _unpack_home(learn, packed, known):
         if not any(cb is o for o in home['cbs']): learn.remove_cb(cb)
     for cb in home['cbs']:
         if not any(cb is o for o in before): learn.add_cb(cb)
+    learn.tfm_placement.remember(home['tfms'])
     _set_rng_state(home['rng'])
     for k,rng in home['rngs'].items(): known[k].rng = rng
 
@@ -418,12 +419,13 @@ class _Stage:
         for cb in self.shown.sorted('order'): cb(name)
 
 # %% ../nbs/09_distributed.ipynb #phase
-def _phase(rank, packed, event_type, kwargs, rng, every):
+def _phase(rank, packed, event_type, kwargs, rng, every, verdicts):
     "One phase of the shipped Learner on this replica; the main rank returns what comes home"
     learn = _loads(packed)
     known = _known_objects(learn)
     if is_main(): _set_rng_state(rng)
     _attach(learn, **kwargs)
+    learn.tfm_placement.remember(verdicts)
     learn.add_cb(_Reporter(partial(_pack_home, known=known), every) if is_main() else _Stopper())
     if is_main(): learn.logger = lambda log: post(('log', list(log)))
     if event_type=='fit': learn._with_events(learn._do_fit, 'fit', CancelFitException)
@@ -463,7 +465,7 @@ class TPUPoolTrainer(Callback):
     @property
     def pool(self): return get_pool(self.n_cores)
     @property
-    def tfm_placement(self): return TfmPlacement(self.dls.train.after_batch, self.kwargs['batch_tfms'])
+    def tfm_placement(self): return TfmPlacement(getattr(self.dls.train, 'after_batch', None), self.kwargs['batch_tfms'])
 
     def takes(self, event_type):
         "Whether a phase goes to the pool"
@@ -496,7 +498,7 @@ class TPUPoolTrainer(Callback):
         follows = any(type(cb) not in (ProgressCallback, ShowGraphCallback, CSVLogger) for cb in stage.shown)
         pool = self.pool
         pool.grace = 60.
-        return pool.run(_phase, packed, event_type, self.kwargs, _rng_state(), 0. if follows else 60., on_message=stage)
+        return pool.run(_phase, packed, event_type, self.kwargs, _rng_state(), 0. if follows else 60., self.tfm_placement.verdicts, on_message=stage)
 
     def _home(self, results, known): _unpack_home(self.learn, results[0], known)
 

@@ -230,6 +230,16 @@ class TfmPlacement:
     def undecided(self): return [t for t in self.tfms if not self._verdict(t)[0]]
 
     @property
+    def verdicts(self):
+        "What is known of each transform that is not clean by itself, for `remember` elsewhere"
+        return [_verdicts.get(_key(t)) for t in self.tfms]
+
+    def remember(self, verdicts):
+        "Take over what was found out in another process"
+        for t,v in zip(self.tfms, verdicts):
+            if v: _verdicts[_key(t)] = v
+
+    @property
     def n_host(self): return max((i+1 for i,t in enumerate(self.tfms) if self._verdict(t)[0]!='device'), default=0)
 
     @property

@@ -8,6 +8,7 @@ from timm.data.mixup import Mixup as TimmMixup
 from timm.data.random_erasing import RandomErasing as TimmErasing
 from fastai_xla.all import *
 from fastai_xla.runtime import torch_xla, xm
+from fresh import run
 
 for _nm in [o for o in dir() if o.startswith('test')]: del globals()[_nm]   # fastcore's own would be collected as tests
 DEVICE,N_BATCHES,BS = xla_device(),10,4
@@ -208,6 +209,38 @@ def test_unknown_transforms_are_tried_once():
     with learn.no_bar(),learn.no_logging(): learn.fit(1, 1e-2)
     assert [row[1:3] for row in learn.tfm_placement.rows[:2]]==[('host','comes before by_its_largest'),('host','reads the device')]
     assert learn.tfm_placement.rows[-1][1]=='device'
+
+pool_script = """
+from fastai.vision.all import *
+from fastai_xla.all import *
+
+def halved(x:TensorImage): return x/2
+def by_its_largest(x:TensorImage): return x/x.max().item()
+
+class See(Callback):
+    "What is known when a fit begins on the cores"
+    def __init__(self): self.known = []
+    def before_fit(self): self.known.append(len(self.learn.tfm_placement.undecided))
+
+ims = [(np.full((8,8,3), i, dtype=np.uint8), 'ab'[i%2]) for i in range(24)]
+dls = DataBlock((ImageBlock, CategoryBlock), get_x=ItemGetter(0), get_y=ItemGetter(1), splitter=IndexSplitter(range(16, 24)),
+                batch_tfms=[halved, by_its_largest, Normalize.from_stats([0.]*3, [1.]*3)]).dataloaders(ims, bs=4, num_workers=0)
+learn = Learner(dls, nn.Sequential(nn.Flatten(), nn.Linear(192, 2)), loss_func=CrossEntropyLossFlat(), cbs=See()).to_tpu_distributed(n_cores=2)
+print('before', [r[1] for r in learn.tfm_placement.rows])
+for _ in range(2): learn.fit(1)
+print(learn.tfm_placement)
+print('undecided when the fits began', learn.see.known)
+"""
+
+def test_the_table_of_a_notebook_shows_what_the_cores_found(tmp_path):
+    "And the next fit does not try again"
+    (tmp_path/'f.py').write_text(pool_script)
+    res = run(tmp_path/'f.py', cwd=tmp_path)
+    assert res.returncode==0, res.stderr
+    assert "before ['', '', 'device', 'device']" in res.stdout and 'undecided when the fits began [2, 0]' in res.stdout
+    rows = [o.split('  ') for o in res.stdout.splitlines() if o.startswith(('halved','by_its_largest','Normalize'))]
+    assert [[c.strip() for c in r if c] for r in rows]==[['halved','host','comes before by_its_largest','none'], ['by_its_largest','host','reads the device','1 reads a batch'],
+                                                         ['Normalize','device','clean on the device','none']]
 
 # ---- sampling
 

@@ -241,10 +241,10 @@ def test_random_runs_can_be_repeated():
     first = losses()
     for _ in range(2): assert losses()==pytest.approx(first, rel=1e-4)
 
-def drawn(num_workers, prefetch=2, plain=False, stop=None, **kwargs):
+def drawn(num_workers, prefetch=2, plain=False, stop=None, batch_tfms='host', **kwargs):
     "Pictures of two epochs, and a draw after them; the first epoch ends before batch `stop`"
     dl = twin(image_dls, num_workers=num_workers, **kwargs).train
-    if not plain: dl = sent(dl, batch_tfms='host', prefetch=prefetch)
+    if not plain: dl = sent(dl, batch_tfms=batch_tfms, prefetch=prefetch)
     return [[b[0].cpu() for b,_ in zip(dl, range(n or len(dl)))] for n in (stop,None)], random.random()
 
 def test_draws_do_not_depend_on_workers_and_prefetch():
@@ -254,9 +254,16 @@ def test_draws_do_not_depend_on_workers_and_prefetch():
         want = f(1)
         for nw,prefetch in ((1,4), (2,2), (3,1)): close(want, f(nw, prefetch), rtol=0, atol=0)
 
-def test_draws_without_workers_are_those_of_plain_fastai():
-    f = partial(drawn, 0, item_tfms=RandomResizedCrop(8), tfms=random_tfms())
-    for prefetch in (1,4): close(f(plain=True), f(prefetch), rtol=0, atol=0)
+@pytest.mark.parametrize('stop', [None, 2])
+@pytest.mark.parametrize('mode,tol', [('host',0), ('device',1e-4)])
+def test_draws_without_workers_are_those_of_plain_fastai(mode, tol, stop):
+    "Of item and batch transforms, which take turns at one sequence, also where an epoch was left early"
+    f = partial(drawn, 0, item_tfms=RandomResizedCrop(8), tfms=random_tfms(), stop=stop)
+    want,then = f(plain=True)
+    for prefetch in (1,4):
+        got,then1 = f(prefetch, batch_tfms=mode)
+        close(want, got, rtol=0, atol=tol)
+        assert then==then1
 
 def test_draws_of_batch_transforms_need_no_workers():
     close(drawn(0, tfms=random_tfms()), drawn(2, tfms=random_tfms()), rtol=0, atol=0)
