@@ -98,8 +98,8 @@ class TPUTrainer(Callback):
     def _tell(self):
         "Say once what the first two batches took to compile"
         if self._told or self.learn.logger is noop or world_size()>1: return
-        self._told = True
-        print(f'\r{_compiled(xla_counts()-self._since):<110}')
+        self._told,c = True,xla_counts()-self._since
+        if c.compiles or c.cached: print(f'\r{_compiled(c):<110}')
 
     def _trace_metrics(self):
         rec = getattr(self.learn, 'recorder', None)

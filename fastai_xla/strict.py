@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch.overrides import TorchFunctionMode
 from fastai.basics import Callback, Learner, TrainEvalCallback, GatherPredsCallback
+from .patches import _on_xla
 from .counts import _n_reads, _heard_by, _metric, _fallbacks
 from .placement import _tensors
 
@@ -57,6 +58,11 @@ def _brief(o):
     if isinstance(o, dict): return tuple((k,_brief(v)) for k,v in o.items())
     return o if isinstance(o, (int,str,bool,torch.dtype,type(None))) else type(o).__name__
 
+def _is_traced(o):
+    "Is a tensor of an XLA device in `o`?"
+    if isinstance(o, dict): o = tuple(o.values())
+    return any(map(_is_traced, o)) if isinstance(o, (list,tuple)) else _on_xla(o)
+
 def _name(func): return getattr(func, '__name__', str(func))
 
 class _Watcher(TorchFunctionMode):
@@ -67,7 +73,7 @@ class _Watcher(TorchFunctionMode):
         n,kwargs = _n_reads(),kwargs or {}
         res = self._backward(*args, **kwargs) if func is torch.Tensor.backward else func(*args, **kwargs)
         if _n_reads()>n: self.on_read(_name(func))
-        if _name(func) not in ('__get__','__set__'): self._note(func, args, kwargs)
+        if _name(func) not in ('__get__','__set__') and _is_traced((args, kwargs, res)): self._note(func, args, kwargs)
         return res
 
     def _backward(self, t, gradient=None, retain_graph=None, create_graph=False, inputs=None):
@@ -109,12 +115,16 @@ class StrictSteps(Callback):
             with _heard_by(self._on_read),self.watcher: yield
         finally: self.live = was
 
+    def _shape(self): return *(tuple(t.shape) for t in _tensors([*self.xb, *self.yb])), getattr(self.dl, 'real', None)
+
     def before_batch(self):
-        self.shape,self.stepped = (*(tuple(t.shape) for t in _tensors([*self.xb, *self.yb])), getattr(self.dl, 'real', None)),False
-        known = self.shapes_of[self.training]
-        if self.shape not in known: known.append(self.shape)
-        self.live = not self.skip and self.n_of[self.training,self.shape]>=self.warm
+        self.came,self.stepped = (self.training, *self._shape()),False
+        self.live = not self.skip and self.n_of[self.came]>=self.warm
         if self.iter==0: self._mark()
+
+    def after_pred(self):
+        self.shape,known = self._shape(),self.shapes_of[self.training]
+        if self.shape not in known: known.append(self.shape)
 
     def after_step(self): self.stepped = True
 
@@ -128,7 +138,7 @@ class StrictSteps(Callback):
     def after_batch(self):
         kind,calls = self.kind,self.watcher.calls
         if not self.skip and _metric('CompileTime')[0]>self.at: self._on_compile(kind, calls)
-        self.n_of.update([kind, (self.training,self.shape)])
+        self.n_of.update([kind, self.came])
         self.calls_of[kind] = calls
         self._mark()
 
