@@ -1,5 +1,6 @@
 from .runtime import *
 from .patches import *
+from .counts import *
 from .optimizer import *
 from .virtual_cores import *
 from .placement import *
@@ -7,6 +8,7 @@ from .augment import *
 from .text import *
 from .data import *
 from .metrics import *
+from .strict import *
 from .callback import *
 from .launch import *
 from .distributed import *

@@ -12,13 +12,15 @@ from contextlib import contextmanager
 from functools import partial
 import torch
 from fastcore.all import L, patch, defaults
-from fastai.basics import Learner, Callback, TrainEvalCallback
-from .runtime import torch_xla, xla_device
+from fastai.basics import noop, Learner, Callback, TrainEvalCallback
+from .runtime import torch_xla, use_compile_cache, world_size, xla_device
+from .counts import xla_counts
 from .optimizer import _make_ahead
 from .placement import TfmPlacement, move_learner
 from .text import pads_text
 from .data import XLADL, _base_seed
 from .metrics import HostQueue, DeviceMetric, device_metric
+from .strict import StrictSteps
 import fastai_xla.augment
 
 # %% ../nbs/07_callback.ipynb #meters
@@ -48,7 +50,7 @@ class TPUTrainer(Callback):
         fetch_every:float=1., # Seconds between two fetches of losses and metrics for the progress bar
     ):
         TfmPlacement(None, batch_tfms)
-        self.batch_tfms,self.queue,self._dls = batch_tfms,HostQueue(fetch_every),None
+        self.batch_tfms,self.queue,self._dls,self._told,self._since = batch_tfms,HostQueue(fetch_every),None,False,None
 
     @property
     def tfm_placement(self): return TfmPlacement(getattr(self.dls.train, 'after_batch', None), self.batch_tfms)
@@ -56,6 +58,7 @@ class TPUTrainer(Callback):
     def before_fit(self):
         assert defaults.use_cuda is not False, "`default_device(False)` makes fastai put every batch on the CPU: call `default_device(-1)` or `learn.detach_tpu()`."
         self.device = xla_device()
+        self._since = xla_counts()
         torch_xla.manual_seed(self._seed())
         self._hold()
 
@@ -90,6 +93,13 @@ class TPUTrainer(Callback):
         self._trace_metrics()
         self.dl.sync()
         self.queue.flush_if_due()
+        if self.training and self.train_iter==1: self._tell()
+
+    def _tell(self):
+        "Say once what the first two batches took to compile"
+        if self._told or self.learn.logger is noop or world_size()>1: return
+        self._told,c = True,xla_counts()-self._since
+        if c.compiles or c.cached: print(f'\r{_compiled(c):<110}')
 
     def _trace_metrics(self):
         rec = getattr(self.learn, 'recorder', None)
@@ -104,7 +114,7 @@ class TPUTrainer(Callback):
     def release(self):
         "Give the Learner back what `before_fit` and `before_train` changed"
         self._return_device()
-        self.queue.flush()
+        self.queue.flush_for_us()
         _settle_losses(self.learn)
         _map_meters(self.learn, _unwrapped)
 
@@ -114,6 +124,11 @@ class TPUTrainer(Callback):
         else: self._dls._device = self._home
         self._dls = None
 
+
+def _compiled(c):
+    "A line about compiling"
+    loaded = f', {c.cached} loaded from the compile cache' if c.cached else ''
+    return f"{c.compiles} graph{'s'*(c.compiles!=1)} compiled in {c.compile_seconds:.1f} s{loaded} for the first 2 batches (validation compiles its own)"
 
 def _no_batches(dl):
     n,bs = getattr(dl, 'n', None),getattr(dl, 'bs', None)
@@ -125,15 +140,19 @@ def _no_batches(dl):
 def to_tpu(self:Learner,
     batch_tfms:str='auto', # Where batch transforms run: 'auto', 'host' or 'device'; see `TfmPlacement`
     fetch_every:float=1., # Seconds between two fetches of losses and metrics for the progress bar
+    strict:bool=False, # Raise at what makes a step slow, once the first are done; see `StrictSteps`
+    cache=None, # Folder for compiled graphs, see `use_compile_cache`
 ):
     "Train on one TPU core (or XLA's CPU device where there is no TPU) from now on"
     cb = TPUTrainer(batch_tfms, fetch_every)
+    if cache: use_compile_cache(cache)
     device = xla_device()
     _remove_trainers(self)
     move_learner(self, device)
-    return self.add_cb(cb)
+    return self.add_cbs([cb, StrictSteps()] if strict else [cb])
 
 def _remove_trainers(learn):
+    learn.remove_cbs(StrictSteps)
     for cb in learn._grab_cbs(TPUTrainer):
         cb.release()
         learn.remove_cb(cb)
@@ -153,11 +172,11 @@ def detach_tpu(self:Learner):
 @patch
 @contextmanager
 def tpu_ctx(self:Learner,
-    batch_tfms:str='auto', # Where batch transforms run: 'auto', 'host' or 'device'; see `TfmPlacement`
-    fetch_every:float=1., # Seconds between two fetches of losses and metrics for the progress bar
+    *args, # As for `to_tpu`
+    **kwargs, # As for `to_tpu`
 ):
     "A context in which the Learner trains on one TPU core"
-    try: yield self.to_tpu(batch_tfms, fetch_every)
+    try: yield self.to_tpu(*args, **kwargs)
     finally: self.detach_tpu()
 
 @patch(as_prop=True)

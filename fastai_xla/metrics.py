@@ -10,13 +10,17 @@ __all__ = ['HostQueue', 'HostBatch', 'DeviceMetric', 'DeviceAvgLoss', 'DeviceAvg
 
 # %% ../nbs/06_metrics.ipynb #imports
 import time
+from functools import partial
 from types import FunctionType
 import torch
 from fastcore.all import GetAttr, detuplify
-from fastai.basics import Metric, AvgMetric, AvgLoss, AvgSmoothLoss, find_bs, to_detach
+from fastai.basics import Metric, AvgMetric, AvgLoss, AvgSmoothLoss, CancelFitException, find_bs, to_detach
 from torch.utils._pytree import tree_map_only
+from fastai.callback.schedule import LRFinder, ParamScheduler
 from fastai.metrics import foreground_acc, AccumMetric, Dice, DiceMulti, CorpusBLEUMetric, LossMetric
-from .runtime import gather_objects
+from .runtime import gather_objects, world_size
+from .counts import _own_reads
+from .patches import _replaces
 from .placement import to_host
 
 # %% ../nbs/06_metrics.ipynb #queue
@@ -42,8 +46,12 @@ class HostQueue:
 
     def _hand_over(self, meter, b): meter.arrived(*b)
 
+    def flush_for_us(self):
+        "`flush`, of which no code of the user's is the cause"
+        with _own_reads(): self.flush()
+
     def flush_if_due(self):
-        if self.waiting and (self.nbytes>self.max_bytes or time.monotonic()-self.last>self.every): self.flush()
+        if self.waiting and (self.nbytes>self.max_bytes or time.monotonic()-self.last>self.every): self.flush_for_us()
 
 # %% ../nbs/06_metrics.ipynb #view
 class HostBatch(GetAttr):
@@ -73,7 +81,7 @@ class DeviceMetric(GetAttr):
     _default = 'metric'
     def __init__(self, metric:Metric, queue:HostQueue): self.metric,self.queue,self.learn,self.kept = metric,queue,None,[]
     def reset(self):
-        self.queue.flush()
+        self.queue.flush_for_us()
         self.kept = []
         self.metric.reset()
     def trace(self, learn):
@@ -103,7 +111,7 @@ class DeviceMetric(GetAttr):
         for b in interleave(parts): self.arrived(*b)
     @property
     def value(self):
-        self.queue.flush()
+        self.queue.flush_for_us()
         return self.metric.value
     @property
     def name(self): return self.metric.name
@@ -207,7 +215,7 @@ class DeviceSmoothLoss(DeviceMetric):
     urgent = shared = synced = False
     def __init__(self, metric, queue):
         super().__init__(metric, queue)
-        self.history,self.count = [],metric.count
+        self.history,self.count,self.watch = [],metric.count,None
         self.start = self.count
     def reset(self):
         super().reset()
@@ -219,5 +227,38 @@ class DeviceSmoothLoss(DeviceMetric):
     def arrived(self, loss):
         self.metric.accumulate(HostBatch(None, loss=loss))
         self.history.append(self.metric.value)
+        if self.watch: self.watch(self.metric)
     @property
     def value(self): return PendingLoss(self, self.count-self.start-1)
+
+# %% ../nbs/06_metrics.ipynb #lr-find
+def _watch_loss(cb, metric):
+    "Keep what `metric` was when the training diverged"
+    loss = metric.value
+    if loss<cb.best_loss: cb.best_loss = loss
+    if cb.diverged is None and cb.stop_div and loss>4*cb.best_loss: cb.diverged = dict(vars(metric))
+
+def _drop_after(cb, n, metric, was):
+    "Make the record that of `n` batches"
+    learn,rec,n_iter = cb.learn,cb.recorder,cb.n_iter
+    for o in (rec.losses, rec.lrs, *cb.hps.values()): del o[n:]
+    done = sum(i<n for i in rec.iters)
+    del rec.iters[done:], rec.values[done:]
+    vars(metric).update(was)
+    learn.smooth_loss,learn.train_iter,learn.epoch,learn.iter = rec.losses[-1],n,(n-1)//n_iter,(n-1)%n_iter
+
+@_replaces(LRFinder, 'before_fit', 'fastai 2.8', 'see `LRFinder.after_batch`')
+def _lr_find_before_fit(old, self):
+    self.diverged = None
+    old(self)
+
+@_replaces(LRFinder, 'after_batch', 'fastai 2.8', 'it read the device at every batch')
+def _lr_find_after_batch(old, self):
+    if not isinstance(vars(self.learn).get('smooth_loss'), PendingLoss): return old(self)
+    ParamScheduler.after_batch(self)
+    meter,at_end = self.smooth_loss.meter,self.train_iter>=self.num_it
+    meter.watch = partial(_watch_loss, self)
+    if world_size()>1 and not at_end and self.train_iter%10: return
+    if world_size()>1 or at_end: meter.queue.flush_for_us()
+    if self.diverged: _drop_after(self, self.diverged['count'], meter.metric, self.diverged)
+    if self.diverged or at_end: raise CancelFitException

@@ -9,6 +9,7 @@ __all__ = ['Patch', 'patches_in_force', 'undo_patches', 'apply_patches']
 
 # %% ../nbs/01_patches.ipynb #imports
 import sys, threading
+from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial, reduce, update_wrapper
 from types import FunctionType, MethodType
@@ -100,7 +101,8 @@ def _progress_after_batch(old, self):
 def _with_events(old, self, f, event_type, ex, final=noop):
     away = [cb for cb in self.cbs if hasattr(type(cb), 'run_phase')] if event_type in ('fit','validate') else ()
     if away and away[0].takes(event_type): return away[0].run_phase(event_type, final)
-    return old(self, f, event_type, ex, final)
+    around = [cb for cb in self.cbs if hasattr(type(cb), 'phase_ctx')] if event_type in ('train','validate') else ()
+    with around[0].phase_ctx() if around else nullcontext(): return old(self, f, event_type, ex, final)
 
 # %% ../nbs/01_patches.ipynb #accumulation
 def _step_size(cb):

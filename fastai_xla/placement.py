@@ -20,6 +20,7 @@ from fastcore.all import L, noop
 from fastai.basics import Learner, Optimizer, OptimWrapper, DataLoader, Transform, Pipeline, apply, no_random
 from fastai.data.transforms import IntToFloatTensor, Normalize
 from .runtime import torch_xla, met, xm, xr, xla_device
+from .counts import _will_read
 from .patches import _zeroed
 
 # %% ../nbs/03_placement.ipynb #to-host
@@ -53,6 +54,7 @@ def _is_spread(t): return 'devices=' in torch_xla._XLAC._get_xla_sharding_spec(t
 
 def _fetch(ts):
     "Host copies of the XLA tensors `ts`"
+    _will_read()
     X = torch_xla._XLAC
     if not xr.is_spmd() or xr.process_count()>1: return X._xla_get_cpu_tensors(ts)
     X._xla_sync_multi(ts, [str(ts[0].device)], True, True)

@@ -6,8 +6,8 @@ Docs: https://fastai-xla.github.io/fastai_xla/runtime.html.md"""
 
 # %% auto #0
 __all__ = ['torch_xla', 'xm', 'xr', 'met', 'XLANotInstalled', 'XLAVersionMismatch', 'xla_available', 'require_xla', 'device_kind',
-           'n_cores', 'runtime_started', 'rank', 'world_size', 'is_main', 'xla_device', 'gather_objects', 'from_main',
-           'Check', 'Checkup', 'doctor', 'in_notebook']
+           'n_cores', 'runtime_started', 'rank', 'world_size', 'is_main', 'xla_device', 'use_compile_cache',
+           'gather_objects', 'from_main', 'Check', 'Checkup', 'doctor', 'in_notebook']
 
 # %% ../nbs/00_runtime.ipynb #imports
 import glob, logging, os, pickle, re, sys
@@ -190,6 +190,21 @@ def xla_device():
     dev = _start()
     if not _has_backward_threads(): torch.autograd.set_multithreading_enabled(False)
     return dev
+
+# %% ../nbs/00_runtime.ipynb #cache
+def use_compile_cache(
+    path, # Folder for compiled graphs; made if it is not there
+    readonly:bool=False, # Load, but do not add to it?
+):
+    "Keep compiled graphs in `path` for later processes; to be called before the first graph is compiled"
+    require_xla()
+    path = str(Path(path).expanduser().resolve())
+    if torch_xla._XLAC._xla_computation_cache_is_initialized():
+        if os.environ.get('XLA_PERSISTENT_CACHE_PATH')==path: return
+        raise RuntimeError(f"A graph has been compiled in this process, so the compile cache cannot become {path} any more: restart Python "
+                           "(in a notebook: the kernel) and call `use_compile_cache` before anything runs on the device")
+    Path(path).mkdir(parents=True, exist_ok=True)
+    xr.initialize_cache(path, readonly)
 
 # %% ../nbs/00_runtime.ipynb #exchange
 def gather_objects(

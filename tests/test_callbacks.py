@@ -242,9 +242,8 @@ class Probe(Callback):
         self.dtypes = {}
         self.hook = self.model[-1].register_forward_hook(lambda m,i,o: self.dtypes.setdefault('inside', set()).add(o.dtype))
     def after_loss(self): self.dtypes.setdefault('pred', set()).add(self.pred.dtype); self.dtypes.setdefault('loss', set()).add(self.loss.dtype)
-    def after_batch(self):
-        self.dtypes.setdefault('weight', set()).add(self.model[0].weight.dtype)
-        if self.training: self.dtypes.setdefault('grad', set()).add(self.model[0].weight.grad.dtype)
+    def before_step(self): self.dtypes.setdefault('grad', set()).add(self.model[0].weight.grad.dtype)
+    def after_batch(self): self.dtypes.setdefault('weight', set()).add(self.model[0].weight.dtype)
     def after_fit(self): self.hook.remove()
 
 @pytest.mark.parametrize('to', [Learner.to_bf16, Learner.to_fp16], ids=['to_bf16', 'to_fp16'])

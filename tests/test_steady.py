@@ -83,7 +83,33 @@ def test_schedules(f, args):
     learn.add_cb(cb := Steps())
     with learn.no_bar(),learn.no_logging(): getattr(learn, f)(*args, **(dict(show_plot=False) if f=='lr_find' else {}))
     assert len(cb.steps)>=50 and set(cb.compiled)<={0,1}
-    steady(cb, reads=len(cb.steps) if f=='lr_find' else 0) # fastai's LRFinder looks at each loss
+    steady(cb)
+
+@pytest.mark.parametrize('fetch_every', [0.,1e9], ids=['at_once','late'])
+@pytest.mark.parametrize('kwargs', [dict(), dict(start_lr=1e-3, end_lr=1e4), dict(start_lr=1e-3, end_lr=.5, stop_div=False)], ids=['usual','diverges','goes_on'])
+def test_lr_find_is_that_of_fastai(kwargs, fetch_every):
+    "Also when it learns late that the training has diverged: what it should not have seen is dropped"
+    sugs = tuple(getattr(fastai.callback.schedule, o) for o in ('minimum','steep','valley','slide'))
+    def f(learn):
+        with learn.no_bar(): res = learn.lr_find(**kwargs, suggest_funcs=sugs)
+        ax = plt.gcf().axes[0]
+        return tuple(res),[[(list(o.get_xdata()),[float(v) for v in o.get_ydata()]) for o in ax.lines[:1]], learn.train_iter, learn.epoch, float(learn.smooth_loss)]
+    mk = lambda: mlp_learner(n_trn=8*30, opt_func=partial(SGD, mom=.9))
+    plain,tpu = twin(mk),twin(mk)
+    tpu.to_tpu(fetch_every=fetch_every)
+    set_seed(7); want = f(plain)
+    set_seed(7); got = f(tpu)
+    close(want, got, rtol=1e-3)
+    close(record(plain), record(tpu), rtol=1e-3)
+    close(state(plain)['model'], state(tpu)['model'])
+    assert (len(tpu.recorder.losses)<95)==(kwargs.get('end_lr')==1e4 and kwargs.get('stop_div', True))
+
+def test_lr_find_reads_once():
+    learn = long_learner(n=60)
+    learn.add_cb(cb := Steps())
+    a = xla_counts()
+    with learn.no_bar(),learn.no_logging(): learn.lr_find(show_plot=False)
+    assert sum(o.reads for o in cb.steps[2:])==0
 
 def test_nothing_is_sent_when_nothing_changes():
     steady(steps(long_learner(n=40, opt_func=partial(SGD, mom=.9)), 'fit', 1, 1e-2), own=0)
