@@ -197,7 +197,8 @@ class XLADL(TfmdDL):
     @property
     def _one_size(self): return getattr(self.dl, 'drop_last', False) or not self.pad and len(self._text_lens)%self._step_bs()==0
     def _step_bs(self): return self.bs or 1
-    def _len_of(self, n): return bucket_len(n, self.lens)
+    def _is_ragged(self, n): return not self.pad and n<(self.bs or 0)
+    def _len_of(self, sl, n): return bucket_len(max(sl, self.lens[-1]) if self.lens and self._is_ragged(n) else sl, self.lens)
     def _new_turns(self): return _Turns()
     def __len__(self): return len(self.dl)
     def new(self, *args, **kwargs): return self.dl.new(*args, **kwargs)
@@ -227,7 +228,7 @@ class XLADL(TfmdDL):
         if not ts: raise TypeError(f"The DataLoader gave a {type(b).__name__} without a tensor in it: {str(b)[:80]!r}. "
                                    "Only tensors can be sent to the device: return tensors or arrays from the dataset, or collate them.")
         if self.pad_text and is_text(b):
-            b = self.pad_text(b, self._len_of(b[0].shape[1]))
+            b = self.pad_text(b, self._len_of(b[0].shape[1], len(b[0])))
             ts = _tensors(b)
         n = len(ts[0]) if ts[0].ndim else 0
         ragged = self.pad and self.bs and 0<n<self.bs and all(t.ndim and len(t)==n for t in ts)
@@ -245,8 +246,8 @@ class XLADL(TfmdDL):
         try:
             with torch.no_grad():
                 while not stop.is_set() and (b := self._make(it, tfms, turns)) is not _End:
+                    if draws is None: draws = turns.needed = not _same_state(start, turns.state)
                     _put(*self._send(b))
-                    if draws is None: draws = not _same_state(start, turns.state)
                     if draws: turns.after_device()
             _put(_End, None)
         except BaseException as e: _put(e, None)
@@ -265,7 +266,7 @@ class XLADL(TfmdDL):
                 if b is _End: break
                 if isinstance(b, BaseException): raise b
                 if draws is None:
-                    draws = self.turns.needed = not _same_state(start, state)
+                    draws = not _same_state(start, state)
                     if draws and self._owns_state:
                         with _swap: _seed_all(np.random.randint(2**31))
                     self._note_types(b)
@@ -450,7 +451,8 @@ class ShardedDL(XLADL):
         "Are the texts of a training step padded to one length on all ranks?"
         return bool(self.pad_text and self.train and self._text_lens is not None)
 
-    def _len_of(self, n): return super()._len_of(max(n, self.step_lens[self.sent-1]) if self.shares_lens else n)
+    def _is_ragged(self, n): return self.train and self.step_sizes(self.sent-1)[1]<self._step_bs()
+    def _len_of(self, sl, n): return super()._len_of(max(sl, self.step_lens[self.sent-1]) if self.shares_lens else sl, n)
 
     @property
     def varies(self):
