@@ -2,6 +2,7 @@
 
     make bench                                          # installs accelerate and Lightning too; the table, and bench.json
     python benchmarks/bench.py --works vit --rounds 3   # some of it
+    python benchmarks/bench.py --works vit --who 'hand fastai_xla compiled scanned'     # what was tried and did not pay
 
 Each contender trains in a process of its own, in turn with the others; a number is the median over the steps of all rounds. Host time
 is the CPU time of the training thread from the end of a step to the end of the next, which another busy process doesn't change as it
@@ -25,6 +26,7 @@ BS,LR,WARM,CORES = 16,1e-3,6,8
 WORKS = dict(vit='timm ViT, 12 blocks of width 64, 16 px', resnet18='resnet18, 64 px', mlp='MLP of 8 layers')
 CONTENDERS = dict(hand='hand-written torch_xla loop, `torch.optim.AdamW`', syncfree='the same with `torch_xla.amp.syncfree.AdamW`', naive='naive fastai: `model.to`, a callback that syncs',
                   fastai_xla='fastai_xla, one core', distributed='fastai_xla, distributed, 8 virtual cores', sharded='fastai_xla, sharded, 8 virtual cores', stock='fastai_xla with the optimizer step of fastai', accelerate='accelerate', lightning='Lightning')
+TRIED = dict(compiled="fastai_xla, the model by `torch.compile(backend='openxla')`", scanned='fastai_xla, the blocks of the ViT by `scan_layers`')
 
 COUNTS = 'compiles','reads','uploads','upload_bytes','executions','nodes'
 
@@ -115,6 +117,28 @@ def run_fastai_xla(work, n, tick, stock=False):
     learn.fit_one_cycle(1, LR)
     return float(learn.recorder.losses[-1])
 
+def run_compiled(work, n, tick):
+    import torch
+    from fastai_xla.all import Learner
+    learn = learner(work, n, [ticker(tick)])
+    learn.model.forward = torch.compile(learn.model.forward, backend='openxla')
+    learn.to_tpu().fit_one_cycle(1, LR)
+    return float(learn.recorder.losses[-1])
+
+def run_scanned(work, n, tick):
+    from torch import nn
+    from torch_xla.experimental.scan_layers import scan_layers
+    from fastai_xla.all import Learner
+    class Scanned(nn.Module):
+        def __init__(self, blocks):
+            super().__init__()
+            self.blocks = blocks
+        def forward(self, x): return scan_layers(self.blocks, x)
+    learn = learner(work, n, [ticker(tick)])
+    learn.model.blocks = Scanned(learn.model.blocks)
+    learn.to_tpu().fit_one_cycle(1, LR)
+    return float(learn.recorder.losses[-1])
+
 def run_sharded(work, n, tick):
     import fastai_xla.all
     learn = learner(work, n, [ticker(tick)]).to_tpu_sharded(fsdp=CORES)
@@ -174,7 +198,7 @@ def run_lightning(work, n, tick):
     return float(trainer.callback_metrics['loss'])
 
 RUNS = dict(hand=run_hand, syncfree=partial(run_hand, syncfree=True), naive=run_naive, fastai_xla=run_fastai_xla, distributed=run_distributed, sharded=run_sharded,
-            stock=partial(run_fastai_xla, stock=True), accelerate=run_accelerate, lightning=run_lightning)
+            stock=partial(run_fastai_xla, stock=True), accelerate=run_accelerate, lightning=run_lightning, compiled=run_compiled, scanned=run_scanned)
 
 def contend(work, who, n):
     "In a process of its own: train, and print what it cost"
@@ -210,7 +234,7 @@ def row(name, r, base):
 
 def table(work, res):
     "The markdown table of one work"
-    rows = [row(CONTENDERS[k], r, res['hand']) for k,r in res.items()]
+    rows = [row({**CONTENDERS, **TRIED}[k], r, res['hand']) for k,r in res.items()]
     return '\n'.join([f'### {WORKS[work]}, batch of {BS}\n', *(f"| {' | '.join(map(str, o))} |" for o in (HEAD, ['---']*len(HEAD), *rows))])
 
 def machine():

@@ -69,7 +69,8 @@ def _bench(args):
     a = p.parse_args(args)
     try: make = _function(a.learner)
     except (ValueError, OSError, ImportError, AttributeError) as e: p.error(str(e))
-    from fastai_xla.all import XLAStats, train_batches
+    import fastai_xla.callback # gives Learners `to_tpu`
+    from fastai_xla.monitor import XLAStats, train_batches
     learn,stats = make(),XLAStats()
     if not hasattr(learn, 'fit'): p.error(f'{a.learner} returned {type(learn).__name__}: it must return a Learner')
     if not any(hasattr(type(cb), 'tfm_placement') for cb in learn.cbs): learn.to_tpu(strict=a.strict)

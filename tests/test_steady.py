@@ -127,6 +127,15 @@ def test_accumulation_has_two_graphs():
     assert cb.compiled==[0,1]
     steady(cb)
 
+def test_validation_fetches_once():
+    "What all metrics need comes home together, when the first is asked for its value; training reads nothing"
+    learn = long_learner(n=8, metrics=[accuracy, F1Score(average='macro'), Perplexity()])
+    learn.add_cb(stats := XLAStats())
+    with learn.no_logging(): learn.fit(3, 1e-2)
+    assert [o.reads for o in stats.valid]==[1]*3
+    assert sum(o.reads for o in stats.steps[2:])==0 and all(o.reads<=1 for o in stats.train[1:])
+    assert stats.usual['compiles']==stats.usual['fallbacks']==0 and stats.usual['executions']==pytest.approx(1, abs=.1)
+
 def test_a_second_fit_compiles_nothing():
     learn = long_learner(n=6, opt_func=Adam)
     steps(learn, 'fit_one_cycle', 1, 1e-2)
