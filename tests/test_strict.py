@@ -95,6 +95,16 @@ def test_a_callback_of_fastai():
     said = complaint(strict(), cbs=TerminateOnNaNCallback())
     assert 'fastai/callback/tracker.py:' in said and 'torch.isinf(self.loss)' in said and 'Write `torch.where`' in said
 
+class Peeks(Transform):
+    def encodes(self, x:Tensor): return x*2 if x.max().item()>1e9 else x
+
+def test_a_batch_transform():
+    "Which `batch_tfms='auto'` would run on the host"
+    dls = dls_of(vectors(48), vectors(20), after_batch=Peeks())
+    learn = Learner(dls, mlp(), loss_func=CrossEntropyLossFlat())
+    assert at(Peeks, 'def encodes') in complaint(learn.to_tpu(batch_tfms='device', strict=True))
+    fit(learn.to_tpu(strict=True))
+
 class Branches(nn.Module):
     def __init__(self):
         super().__init__()
