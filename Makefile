@@ -17,7 +17,7 @@ help:
 	@echo 'make docs          the documentation as a static site, in _docs'
 	@echo 'make dist          wheel and source distribution, in dist'
 	@echo 'make clean         remove what the other targets made, environments too'
-	@echo 'Options: PYTHON=/path/to/python3.12; for the tests FILES="tests/test_repo.py ..." and JOBS=2'
+	@echo 'Options: PYTHON=/path/to/python3.12; for the tests FILES="tests/test_repo.py ..." and JOBS=2; for the bench BENCH="--works vit"'
 
 demo: $(VENV)/.done
 	@$(BIN)/fastai-xla demo
@@ -28,8 +28,8 @@ test: $(VENV)/.done-dev
 test-oldest: $(OLDEST)/.done-dev
 	@$(OLDEST)/bin/python tools/run_tests.py --jobs=$(or $(JOBS),2) $(FILES)
 
-bench: $(VENV)/.done-dev
-	@$(BIN)/python benchmarks/bench.py
+bench: $(VENV)/.done-bench
+	@$(BIN)/python benchmarks/bench.py $(BENCH)
 
 nbs: $(VENV)/.done-dev
 	@$(BIN)/nbdev-export && $(BIN)/nbdev-clean && $(BIN)/python tools/readme.py
@@ -51,6 +51,9 @@ $(VENV)/.done: $(META)
 
 $(VENV)/.done-dev: $(META)
 	@python=$$(tools/find_python.sh $(CANDIDATES)) && tools/install.sh $(VENV) "$$python" -e '.[dev]' && touch $(VENV)/.done $@
+
+$(VENV)/.done-bench: $(META)
+	@python=$$(tools/find_python.sh $(CANDIDATES)) && tools/install.sh $(VENV) "$$python" -e '.[bench]' && touch $(VENV)/.done $@
 
 $(VENV)/.done-docs: $(META)
 	@python=$$(tools/find_python.sh $(CANDIDATES)) && tools/install.sh $(VENV) "$$python" -e '.[dev,docs]' && touch $(VENV)/.done $(VENV)/.done-dev $@

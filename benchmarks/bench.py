@@ -1,27 +1,34 @@
 """What the host does in a step: fastai_xla beside a hand-written torch_xla loop and other ways to train the same model.
 
-    python benchmarks/bench.py                          # every work and contender, two rounds: the table, and bench.json
+    make bench                                          # installs accelerate and Lightning too; the table, and bench.json
     python benchmarks/bench.py --works vit --rounds 3   # some of it
+    python benchmarks/bench.py --works vit --who 'hand fastai_xla compiled scanned'     # what was tried and did not pay
 
 Each contender trains in a process of its own, in turn with the others; a number is the median over the steps of all rounds. Host time
 is the CPU time of the training thread from the end of a step to the end of the next, which another busy process doesn't change as it
-does wall time. All train the same model on the same batches with AdamW on a one-cycle schedule. accelerate and Lightning take part where
-they are installed (`pip install accelerate lightning`); Lightning knows no XLA device but a TPU, so three of its methods are replaced to let it run on the CPU.
+does wall time. All train the same model on the same batches with AdamW on a one-cycle schedule; fastai's and fastai_xla's have a progress
+bar, a recorder and a metric. On 8 virtual cores each replica has an eighth of the batch, and its numbers are those of one core; the process
+has one program for all cores when the parameters are sharded. Graph and memory are XLA's own account of the program of a step, of one core.
+Lightning knows no XLA device but a TPU, so three of its methods are replaced to let it run on the CPU.
 """
 import os
 os.environ.setdefault('PJRT_DEVICE', 'CPU')
-os.environ.setdefault('CPU_NUM_DEVICES', '1')
 os.environ.setdefault('OMP_NUM_THREADS', '1')
-import json, statistics, subprocess, sys, time, warnings
+import json, platform, statistics, subprocess, sys, tempfile, warnings
+from functools import partial
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from fastcore.script import call_parse
 warnings.filterwarnings('ignore')
 
-BS,LR,WARM = 16,1e-3,6
+BS,LR,WARM,CORES = 16,1e-3,6,8
 WORKS = dict(vit='timm ViT, 12 blocks of width 64, 16 px', resnet18='resnet18, 64 px', mlp='MLP of 8 layers')
 CONTENDERS = dict(hand='hand-written torch_xla loop, `torch.optim.AdamW`', syncfree='the same with `torch_xla.amp.syncfree.AdamW`', naive='naive fastai: `model.to`, a callback that syncs',
-                  fastai_xla='fastai_xla, one core', stock='fastai_xla with the optimizer step of fastai', accelerate='accelerate', lightning='Lightning')
+                  fastai_xla='fastai_xla, one core', distributed='fastai_xla, distributed, 8 virtual cores', sharded='fastai_xla, sharded, 8 virtual cores', stock='fastai_xla with the optimizer step of fastai', accelerate='accelerate', lightning='Lightning')
+TRIED = dict(compiled="fastai_xla, the model by `torch.compile(backend='openxla')`", scanned='fastai_xla, the blocks of the ViT by `scan_layers`')
+
+COUNTS = 'compiles','reads','uploads','upload_bytes','executions','nodes'
 
 def model(work):
     import torch, timm
@@ -38,17 +45,17 @@ def data(work, n):
     return torch.utils.data.TensorDataset(torch.randn(n*BS, *shape, generator=g), torch.randint(0, 10, (n*BS,), generator=g))
 
 class Ticks:
-    "Times and counts at the end of each step"
+    "What has been counted at the end of each step"
     def __init__(self): self.rows = []
     def __call__(self):
-        from fastai_xla.monitor import xla_counts
-        self.rows.append((time.perf_counter(),time.thread_time(),xla_counts()))
-    def result(self):
-        a,b = self.rows[WARM],self.rows[-1]
-        d,n = b[2]-a[2],len(self.rows)-1-WARM
-        diffs = [[1e3*(y[i]-x[i]) for x,y in zip(self.rows[WARM:], self.rows[WARM+1:])] for i in (0,1)]
-        counts = {k: getattr(d, k)/n for k in ('compiles','executions','reads','uploads')}
-        return dict(wall=diffs[0], host=diffs[1], **counts, first_compiles=a[2].compiles)
+        from fastai_xla.all import xla_counts
+        self.rows.append(xla_counts())
+    def result(self, cores=1):
+        "Times of each step after the first, and the means of the counts; of one of `cores` that share a process"
+        from fastai_xla.all import usual_step
+        steps,first = [b-a for a,b in zip(self.rows, self.rows[1:])],self.rows[WARM]
+        counts = {k: usual_step(steps, WARM)[k]/cores for k in COUNTS}
+        return dict({k: [1e3*getattr(o, k) for o in steps[WARM:]] for k in ('wall','host')}, **counts, first_compiles=first.compiles, first_seconds=first.compile_seconds)
 
 def one_cycle(opt, n):
     import torch
@@ -72,10 +79,10 @@ def run_hand(work, n, tick, syncfree=False):
         tick()
     return loss.item()
 
-def learner(work, n, cbs):
+def learner(work, n, cbs, bs=BS):
     from fastai.vision.all import DataLoader, DataLoaders, Learner, CrossEntropyLossFlat, accuracy
     ds = data(work, n)
-    dls = DataLoaders(DataLoader(ds, bs=BS, drop_last=True), DataLoader(data(work, 1), bs=BS))
+    dls = DataLoaders(DataLoader(ds, bs=bs, drop_last=True), DataLoader(data(work, 1), bs=bs))
     return Learner(dls, model(work), loss_func=CrossEntropyLossFlat(), metrics=accuracy, cbs=cbs, path=Path('.'))
 
 def ticker(tick):
@@ -109,6 +116,46 @@ def run_fastai_xla(work, n, tick, stock=False):
     learn = learner(work, n, [ticker(tick)]).to_tpu()
     learn.fit_one_cycle(1, LR)
     return float(learn.recorder.losses[-1])
+
+def run_compiled(work, n, tick):
+    import torch
+    from fastai_xla.all import Learner
+    learn = learner(work, n, [ticker(tick)])
+    learn.model.forward = torch.compile(learn.model.forward, backend='openxla')
+    learn.to_tpu().fit_one_cycle(1, LR)
+    return float(learn.recorder.losses[-1])
+
+def run_scanned(work, n, tick):
+    from torch import nn
+    from torch_xla.experimental.scan_layers import scan_layers
+    from fastai_xla.all import Learner
+    class Scanned(nn.Module):
+        def __init__(self, blocks):
+            super().__init__()
+            self.blocks = blocks
+        def forward(self, x): return scan_layers(self.blocks, x)
+    learn = learner(work, n, [ticker(tick)])
+    learn.model.blocks = Scanned(learn.model.blocks)
+    learn.to_tpu().fit_one_cycle(1, LR)
+    return float(learn.recorder.losses[-1])
+
+def run_sharded(work, n, tick):
+    import fastai_xla.all
+    learn = learner(work, n, [ticker(tick)]).to_tpu_sharded(fsdp=CORES)
+    learn.fit_one_cycle(1, LR)
+    return float(learn.recorder.losses[-1])
+
+def replica(rank, work, n):
+    "One of the replicas of `run_distributed`; what the main one counted"
+    import fastai_xla.all
+    tick = Ticks()
+    learn = learner(work, n, [ticker(tick)], bs=BS//CORES).to_tpu_distributed()
+    learn.fit_one_cycle(1, LR)
+    return dict(tick.result(CORES), loss=float(learn.recorder.losses[-1]))
+
+def run_distributed(work, n, tick):
+    from fastai_xla.all import tpu_launch
+    return tpu_launch(replica, work, n, n_cores=CORES)[0]
 
 def run_accelerate(work, n, tick):
     import torch
@@ -150,23 +197,28 @@ def run_lightning(work, n, tick):
     trainer.fit(Module(), torch.utils.data.DataLoader(data(work, n), batch_size=BS))
     return float(trainer.callback_metrics['loss'])
 
-RUNS = dict(hand=run_hand, syncfree=lambda *a: run_hand(*a, syncfree=True), naive=run_naive, fastai_xla=run_fastai_xla, stock=lambda *a: run_fastai_xla(*a, stock=True), accelerate=run_accelerate, lightning=run_lightning)
+RUNS = dict(hand=run_hand, syncfree=partial(run_hand, syncfree=True), naive=run_naive, fastai_xla=run_fastai_xla, distributed=run_distributed, sharded=run_sharded,
+            stock=partial(run_fastai_xla, stock=True), accelerate=run_accelerate, lightning=run_lightning, compiled=run_compiled, scanned=run_scanned)
 
 def contend(work, who, n):
     "In a process of its own: train, and print what it cost"
-    import torch, torch_xla.core.xla_model as xm
+    import torch
     torch.set_num_threads(1)
     tick = Ticks()
-    loss = RUNS[who](work, n, tick)
-    xm.wait_device_ops()
-    print('\nRESULT '+json.dumps(dict(tick.result(), loss=loss)), flush=True)
+    res = RUNS[who](work, n, tick)
+    print('\nRESULT '+json.dumps(res if isinstance(res, dict) else dict(tick.result(), loss=res)), flush=True)
 
 def measure(work, who, n):
-    "What a process of `who` printed, or None with the end of its complaint"
-    res = subprocess.run([sys.executable, __file__, '--child', f'{work} {who}', '--steps', str(n)], capture_output=True, text=True)
-    lines = [o for o in res.stdout.splitlines() if o.startswith('RESULT ')]
-    if not lines: return print(f'{work} {who} failed: {res.stderr[-600:]}', file=sys.stderr)
-    r = json.loads(lines[-1][7:])
+    "What a process of `who` printed, with XLA's account of its graph; None, with the end of its complaint, if it failed"
+    from fastai_xla.monitor import read_dump, training_graph
+    with tempfile.TemporaryDirectory() as dump:
+        env = dict(os.environ, XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump} --xla_dump_hlo_as_text")
+        if who not in ('distributed','sharded'): env['CPU_NUM_DEVICES'] = '1'
+        res = subprocess.run([sys.executable, __file__, '--child', f'{work} {who}', '--steps', str(n)], capture_output=True, text=True, env=env)
+        lines = [o for o in res.stdout.splitlines() if o.startswith('RESULT ')]
+        if not lines: return print(f'{work} {who} failed: {res.stderr[-600:]}', file=sys.stderr)
+        g = training_graph(read_dump(dump))
+    r = dict(json.loads(lines[-1][7:]), instructions=g.instructions, nbytes=g.nbytes, donated=g.donated)
     print(f"{work} {who}: {statistics.median(r['host']):.1f} ms of host time a step", file=sys.stderr, flush=True)
     return r
 
@@ -174,17 +226,24 @@ def pool(rounds):
     "The medians of several rounds, and the counts of the last"
     return {**rounds[-1], **{k: statistics.median([v for r in rounds for v in r[k]]) for k in ('wall','host')}, 'rounds': [statistics.median(r['host']) for r in rounds]}
 
+HEAD = ['', 'host ms a step', 'ratio', 'ratio of each round', 'wall ms', 'ratio', 'compiles', 'reads', 'uploads', 'bytes sent', 'executions', 'HLO instructions', 'memory, MB', 'compiles before']
+
+def row(name, r, base):
+    return [name, f"{r['host']:.1f}", f"**{r['host']/base['host']:.2f}**", ' '.join(f'{a/b:.2f}' for a,b in zip(r['rounds'], base['rounds'])), f"{r['wall']:.1f}", f"{r['wall']/base['wall']:.2f}",
+            *(f'{r[c]:.2f}' for c in ('compiles','reads','uploads')), f"{r['upload_bytes']:.0f}", f"{r['executions']:.2f}", r['instructions'], f"{r['nbytes']/1e6:.2f}", f"{r['first_compiles']} in {r['first_seconds']:.0f} s"]
+
 def table(work, res):
     "The markdown table of one work"
-    base = res['hand']
-    head = ['', 'host ms a step', 'ratio', 'ratio of each round', 'wall ms', 'ratio', 'compiles', 'reads', 'uploads', 'executions', 'compiles in the first steps']
-    rows = [[CONTENDERS[k], f"{r['host']:.1f}", f"**{r['host']/base['host']:.2f}**", ' '.join(f'{a/b:.2f}' for a,b in zip(r['rounds'], base['rounds'])), f"{r['wall']:.1f}",
-             f"{r['wall']/base['wall']:.2f}", *(f'{r[c]:.2f}' for c in ('compiles','reads','uploads','executions')), r['first_compiles']] for k,r in res.items()]
-    return '\n'.join([f'### {WORKS[work]}, batch of {BS}\n', *(f"| {' | '.join(map(str, o))} |" for o in (head, ['---']*len(head), *rows))])
+    rows = [row({**CONTENDERS, **TRIED}[k], r, res['hand']) for k,r in res.items()]
+    return '\n'.join([f'### {WORKS[work]}, batch of {BS}\n', *(f"| {' | '.join(map(str, o))} |" for o in (HEAD, ['---']*len(HEAD), *rows))])
+
+def machine():
+    return dict(versions={o: version(o) for o in ('torch','torch_xla','fastai','timm','accelerate','lightning') if find_spec(o)}, python=platform.python_version(),
+                cpus=os.cpu_count(), load=os.getloadavg())
 
 @call_parse
 def main(
-    works:str='vit resnet18 mlp', # What to train
+    works:str=' '.join(WORKS), # What to train
     who:str=' '.join(CONTENDERS), # Who trains
     rounds:int=2, # How often each trains
     steps:int=40, # Steps of a training
@@ -194,12 +253,12 @@ def main(
     "Print a table for each work and write the numbers as JSON"
     if child: return contend(*child.split(), steps)
     here = [o for o in who.split() if o not in ('accelerate','lightning') or find_spec(o)]
-    for o in set(who.split())-set(here): print(f'{o} is not installed, so it does not take part\n')
-    all_ = {}
+    for o in set(who.split())-set(here): print(f'{o} is not installed, so it does not take part: `make bench` installs it\n')
+    res = dict(machine=machine())
     for work in works.split():
         got = {o: [] for o in here}
         for _ in range(rounds):
             for o in here: got[o].append(measure(work, o, steps))
-        all_[work] = {o: pool(r) for o,r in got.items() if all(r)}
-        print(table(work, all_[work]), '\n', flush=True)
-    Path(out).write_text(json.dumps(all_, indent=1))
+        res[work] = {o: pool(r) for o,r in got.items() if all(r)}
+        print(table(work, res[work]), '\n', flush=True)
+        Path(out).write_text(json.dumps(res, indent=1))

@@ -58,7 +58,7 @@ class TPUTrainer(Callback):
     def before_fit(self):
         assert defaults.use_cuda is not False, "`default_device(False)` makes fastai put every batch on the CPU: call `default_device(-1)` or `learn.detach_tpu()`."
         self.device = xla_device()
-        self._since = xla_counts()
+        self._since = self._since or xla_counts()
         torch_xla.manual_seed(self._seed())
         self._hold()
 
@@ -96,7 +96,7 @@ class TPUTrainer(Callback):
         if self.training and self.train_iter==1: self._tell()
 
     def _tell(self):
-        "Say once what the first two batches took to compile"
+        "Say once what was compiled for the first two batches"
         if self._told or self.learn.logger is noop or world_size()>1: return
         self._told,c = True,xla_counts()-self._since
         if c.compiles or c.cached: print(f'\r{_compiled(c):<110}')
@@ -128,7 +128,7 @@ class TPUTrainer(Callback):
 def _compiled(c):
     "A line about compiling"
     loaded = f', {c.cached} loaded from the compile cache' if c.cached else ''
-    return f"{c.compiles} graph{'s'*(c.compiles!=1)} compiled in {c.compile_seconds:.1f} s{loaded} for the first 2 batches (validation compiles its own)"
+    return f"{c.compiles} graph{'s'*(c.compiles!=1)} compiled in {c.compile_seconds:.1f} s{loaded} up to the second batch; validation compiles its own"
 
 def _no_batches(dl):
     n,bs = getattr(dl, 'n', None),getattr(dl, 'bs', None)

@@ -1,4 +1,4 @@
-"""The `fastai-xla` command: `doctor` and `demo`.
+"""The `fastai-xla` command: `doctor`, `demo` and `bench`.
 
 Docs: https://fastai-xla.github.io/fastai_xla/cli.html.md"""
 
@@ -8,7 +8,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/cli.html.md"""
 __all__ = ['main']
 
 # %% ../nbs/14_cli.ipynb #imports
-import argparse, subprocess, sys
+import argparse, importlib, json, subprocess, sys
 from pathlib import Path
 
 import fastai_xla
@@ -45,6 +45,40 @@ def _demo(args):
         if code or '--help' in rest: return code
     return 0
 
+# %% ../nbs/14_cli.ipynb #bench
+def _function(
+    spec:str # 'file.py:function' or 'module:function'
+):
+    "The function that `spec` names"
+    mod,_,name = spec.rpartition(':')
+    if not mod: raise ValueError(f"{spec!r} does not say which function makes the Learner: write train.py:get_learner, or module:get_learner")
+    path = Path(mod)
+    sys.path.insert(0, str(path.resolve().parent if path.suffix=='.py' else Path.cwd()))
+    if path.suffix=='.py' and not path.exists(): raise FileNotFoundError(f"There is no file {mod}")
+    f = getattr(importlib.import_module(path.stem if path.suffix=='.py' else mod), name, None)
+    if not callable(f): raise AttributeError(f"{mod} has no function {name}")
+    return f
+
+def _bench(args):
+    "Print what a step of a Learner costs"
+    p = argparse.ArgumentParser('fastai-xla bench', description='Train a Learner of yours for some batches and print what a step costs')
+    p.add_argument('learner', help='file.py:function or module:function; the function returns a Learner')
+    p.add_argument('--batches', type=int, default=30, help='batches to train (default: 30)')
+    p.add_argument('--strict', action='store_true', help='stop at what slows a steady step down, with the line that does')
+    p.add_argument('--json', type=Path, help='a file for the cost of each step')
+    a = p.parse_args(args)
+    try: make = _function(a.learner)
+    except (ValueError, OSError, ImportError, AttributeError) as e: p.error(str(e))
+    import fastai_xla.callback # gives Learners `to_tpu`
+    from fastai_xla.monitor import XLAStats, train_batches
+    learn,stats = make(),XLAStats()
+    if not hasattr(learn, 'fit'): p.error(f'{a.learner} returned {type(learn).__name__}: it must return a Learner')
+    if not any(hasattr(type(cb), 'tfm_placement') for cb in learn.cbs): learn.to_tpu(strict=a.strict)
+    train_batches(learn, a.batches, stats)
+    print(stats)
+    if a.json: a.json.write_text(json.dumps([vars(o) for o in stats.steps], indent=1))
+    return 0
+
 # %% ../nbs/14_cli.ipynb #main
 def main(
     args:list=None # Command and its arguments; those of the process by default
@@ -53,8 +87,9 @@ def main(
     p = argparse.ArgumentParser('fastai-xla', description='Train an unchanged fastai Learner on TPUs, through PyTorch/XLA',
                                 formatter_class=argparse.RawDescriptionHelpFormatter,
                                 epilog='commands:\n  doctor   look at versions, device and environment; exit status 1 when there is a fault\n'
-                                       '  demo     train on real handwritten digits; demo --help lists its options')
-    p.add_argument('command', choices=('doctor','demo'))
+                                       '  demo     train on real handwritten digits; demo --help lists its options\n'
+                                       '  bench    what a step of a Learner of yours costs; bench --help lists its options')
+    p.add_argument('command', choices=('doctor','demo','bench'))
     p.add_argument('args', nargs=argparse.REMAINDER, help='options of the command')
     a = p.parse_args(args)
-    return {'doctor': _doctor, 'demo': _demo}[a.command](a.args)
+    return {'doctor': _doctor, 'demo': _demo, 'bench': _bench}[a.command](a.args)

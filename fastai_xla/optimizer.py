@@ -123,7 +123,7 @@ def _usual(p, st, device):
 def _fits(specs, hypers, todo):
     "Are `specs` known, and the groups' `hypers` and what is `todo` as they should be?"
     device = todo[0][0].device if todo else None
-    if not todo or device.type!='xla' or xr.is_spmd() or not specs or None in specs: return False
+    if not todo or device.type!='xla' or not specs or None in specs: return False
     return len({id(p) for p,*_ in todo})==len(todo) and all(map(_plain, hypers)) and all(_usual(p, st, device) for p,st,_ in todo)
 
 # %% ../nbs/02_optimizer.ipynb #numbers
@@ -155,7 +155,8 @@ def _send_numbers(opt, rows, dtype, device):
 _ahead = WeakKeyDictionary() # zeros that wait to become state, of each optimizer: by state and name
 
 def _zeros(ts):
-    "Zeros like `ts`, sent in one call"
+    "Zeros like `ts`, sent in one call; under SPMD made on the device, so that no core gets the whole of them"
+    if xr.is_spmd(): return [torch.zeros_like(t) for t in ts]
     host = {(t.shape,t.dtype): torch.zeros(t.shape, dtype=t.dtype) for t in ts}
     return _upload([host[t.shape,t.dtype] for t in ts], ts[0].device) if ts else []
 

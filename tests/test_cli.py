@@ -1,5 +1,5 @@
 "The `fastai-xla` command in processes of its own, and the main job that its demo runs."
-import re
+import json, re
 from importlib.metadata import version
 
 import pytest
@@ -37,6 +37,27 @@ def test_help_and_wrong_commands():
     wrong = cli('docter')
     assert wrong.returncode == 2 and "invalid choice: 'docter'" in wrong.stderr
     assert cli('doctor', '--nonsense').returncode == 2
+    bench = cli('bench', 'nowhere.py:f')
+    assert bench.returncode == 2 and 'There is no file nowhere.py' in bench.stderr
+
+MINE = '''
+import sizes
+from fastai.test_utils import synth_learner
+def get_learner(): return synth_learner(n_trn=sizes.n)
+def nothing(): return 3
+'''
+
+def test_bench_of_ones_own_learner(tmp_path):
+    "From a file with a neighbour: the table, and the steps as JSON"
+    (tmp_path/'mine.py').write_text(MINE)
+    (tmp_path/'sizes.py').write_text('n = 4')
+    res = cli('bench', tmp_path/'mine.py:get_learner', '--batches', '10', '--strict', '--json', tmp_path/'steps.json')
+    assert res.returncode == 0, res.stderr
+    assert re.search(r'first 2 steps: \d+ graphs compiled in [\d.]+ s; each of the 8 steps after:\n +wall ms +host ms +compiles +reads', res.stdout), res.stdout
+    steps = json.loads((tmp_path/'steps.json').read_text())
+    assert len(steps) == 10 and sum(o['compiles'] for o in steps[2:]) == 0
+    wrong = cli('bench', tmp_path/'mine.py:nothing')
+    assert wrong.returncode == 2 and 'returned int: it must return a Learner' in wrong.stderr
 
 @pytest.fixture(scope='module')
 def demo(tmp_path_factory):

@@ -133,7 +133,7 @@ def test_pyproject():
 
 def test_installed_metadata():
     got = {(canonicalize_name(r.name), str(r.specifier), frozenset(r.extras)) for r in map(Requirement, requires(cfg['dist_name']))}
-    wanted = [r for k in ('', 'tpu_', 'stream_', 'dev_', 'docs_') for r in reqs(f'{k}requirements')]
+    wanted = [r for k in ('', 'tpu_', 'stream_', 'dev_', 'bench_', 'docs_') for r in reqs(f'{k}requirements')]
     assert got == {(canonicalize_name(r.name), str(r.specifier), frozenset(r.extras)) for r in wanted}
     meta = metadata(cfg['dist_name'])
     assert meta['Requires-Python'] == f">={cfg['min_python']}" and meta['License'] == cfg['license'] == 'Apache-2.0'

@@ -30,7 +30,7 @@ TORCH = dict(
     torch_Adam    = partial(torch.optim.Adam, weight_decay=.1),
     torch_AdamW   = torch.optim.AdamW)
 OPTS.update({k: partial(OptimWrapper, opt=v) for k,v in TORCH.items()})
-LONG = 'SGD SGD_wd RMSProp Adam RAdam QHAdam Larc Lamb torch_SGD torch_AdamW'.split()
+LONG = 'SGD SGD_wd RMSProp Adam RAdam QHAdam Larc Lamb torch_SGD torch_RMSprop torch_Adam torch_AdamW'.split()
 
 def net(): return nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 3))
 
@@ -127,10 +127,36 @@ def test_accumulation_has_two_graphs():
     assert cb.compiled==[0,1]
     steady(cb)
 
+def test_validation_fetches_once():
+    "What all metrics need comes home together, when the first is asked for its value; training reads nothing"
+    learn = long_learner(n=8, metrics=[accuracy, F1Score(average='macro'), Perplexity()])
+    learn.add_cb(stats := XLAStats())
+    with learn.no_logging(): learn.fit(3, 1e-2)
+    assert [o.reads for o in stats.valid]==[1]*3
+    assert sum(o.reads for o in stats.steps[2:])==0 and all(o.reads<=1 for o in stats.train[1:])
+    assert stats.usual['compiles']==stats.usual['fallbacks']==0 and stats.usual['executions']==pytest.approx(1, abs=.1)
+
 def test_a_second_fit_compiles_nothing():
     learn = long_learner(n=6, opt_func=Adam)
     steps(learn, 'fit_one_cycle', 1, 1e-2)
     assert steps(learn, 'fit_one_cycle', 1, 1e-2).compiled==[]
+
+class Looks(Callback):
+    "Reads parameters and the optimizer's state between epochs, as checkpoints and a user do"
+    order = 200
+    def after_epoch(self):
+        self.seen = to_host([list(self.model.parameters()), self.opt.state_dict()])
+        self.learn.save('looked')
+        self.cpu = [p.cpu() for p in self.model.parameters()]
+    after_train = after_epoch
+
+@pytest.mark.parametrize('opt', ['SGD_wd','Adam','ranger','torch_AdamW'])
+def test_reading_parameters_compiles_nothing(opt):
+    "Between epochs, and before validation"
+    learn = long_learner(n=12, opt_func=OPTS[opt], metrics=accuracy)
+    learn.add_cb(Looks())
+    cb = steps(learn, 'fit', 4, 1e-2)
+    assert not [i for i in cb.compiled if i>=6], cb.compiled
 
 # ---- the same steps as fastai's
 

@@ -2,6 +2,7 @@
 import os
 os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0') # compiles three times as fast; read when the runtime starts
 import inspect, pytest
+from fresh import run_ok
 from synth import *
 from fastai.callback.hook import ActivationStats
 
@@ -94,6 +95,16 @@ def test_a_callback_of_fastai():
     said = complaint(strict(), cbs=TerminateOnNaNCallback())
     assert 'fastai/callback/tracker.py:' in said and 'torch.isinf(self.loss)' in said and 'Write `torch.where`' in said
 
+class Peeks(Transform):
+    def encodes(self, x:Tensor): return x*2 if x.max().item()>1e9 else x
+
+def test_a_batch_transform():
+    "Which `batch_tfms='auto'` would run on the host"
+    dls = dls_of(vectors(48), vectors(20), after_batch=Peeks())
+    learn = Learner(dls, mlp(), loss_func=CrossEntropyLossFlat())
+    assert at(Peeks, 'def encodes') in complaint(learn.to_tpu(batch_tfms='device', strict=True))
+    fit(learn.to_tpu(strict=True))
+
 class Branches(nn.Module):
     def __init__(self):
         super().__init__()
@@ -169,3 +180,21 @@ def test_a_tensor_that_stays_alive():
     learn = strict()
     learn.model.insert(2, Keeps())
     assert 'Batch 3 of training was compiled again: it calls the same functions of torch' in complaint(learn)
+
+def test_one_program_on_all_cores():
+    "`StrictSteps` is a callback like others: it can be added after `to_tpu_sharded`"
+    out = run_ok("""
+        from fastai.basics import *
+        from fastai_xla.all import *
+        x = torch.randn(8*6, 8)
+        ds = list(zip(x, x[:,:3].argmax(1)))
+        dls = DataLoaders(TfmdDL(ds, bs=8, num_workers=0), TfmdDL(ds, bs=8, num_workers=0))
+        learn = Learner(dls, nn.Linear(8, 3), loss_func=CrossEntropyLossFlat(), metrics=accuracy, path='.').to_tpu_sharded(fsdp=2).add_cb(StrictSteps())
+        class Reads(Callback):
+            order = 80
+            def after_batch(self): self.last = self.loss.item()
+        with learn.no_bar(), learn.no_logging():
+            learn.fit_one_cycle(2, 1e-2)
+            try: learn.fit(1, cbs=Reads())
+            except NotSteady as e: print(e)""", CPU_NUM_DEVICES='2', XLA_FLAGS='--xla_backend_optimization_level=0')
+    assert 'Batch 2 of training read the device by `item`' in out
