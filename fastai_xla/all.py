@@ -11,5 +11,6 @@ from .callback import *
 from .launch import *
 from .distributed import *
 from .sharding import *
+from .checkpoint import *
 from .stream import *
 from .monitor import *
