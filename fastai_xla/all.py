@@ -8,6 +8,7 @@ from .text import *
 from .data import *
 from .metrics import *
 from .callback import *
+from .fsdp import *
 from .launch import *
 from .distributed import *
 from .sharding import *

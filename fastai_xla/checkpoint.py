@@ -393,6 +393,13 @@ def _noted_signals(cb):
     finally:
         for s,f in old.items(): signal.signal(s, f)
 
+# %% ../nbs/11_checkpoint.ipynb #kept-rng
+@contextmanager
+def _kept_device_rng():
+    state = xm.get_rng_state(str(xla_device()))
+    yield
+    xm.set_rng_state(state, str(xla_device()))
+
 # %% ../nbs/11_checkpoint.ipynb #callback
 class TPUCheckpoint(Callback):
     "Writes checkpoints from which a training that was killed goes on"
@@ -527,9 +534,10 @@ class TPUCheckpoint(Callback):
 
     def _save(self, fit, epoch, batch, trained=False):
         pos = dict(fit=fit, epoch=epoch, batch=batch, trained=trained, run=self.book['id'], n_ranks=world_size())
-        parts = gather_objects(self.trained[1] if trained else _pack(self.learn, self.start))
-        state = _learn_state(self.learn)
-        if world_size()>1: state = to_host(state)
+        with _kept_device_rng():
+            parts = gather_objects(self.trained[1] if trained else _pack(self.learn, self.start))
+            state = _learn_state(self.learn)
+            if world_size()>1: state = to_host(state)
         if is_main(): self._write(self.path/_name(pos), pos, state, parts)
 
     def _write(self, path, pos, state, parts):
