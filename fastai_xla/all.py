@@ -10,8 +10,10 @@ from .data import *
 from .metrics import *
 from .strict import *
 from .callback import *
+from .fsdp import *
 from .launch import *
 from .distributed import *
 from .sharding import *
+from .checkpoint import *
 from .stream import *
 from .monitor import *

@@ -10,7 +10,6 @@ __all__ = ['NotSteady', 'StrictSteps']
 # %% ../nbs/06_strict.ipynb #imports
 import inspect, linecache, sys
 from collections import Counter
-from contextlib import contextmanager
 from pathlib import Path
 import torch
 from torch.overrides import TorchFunctionMode
@@ -105,14 +104,15 @@ class StrictSteps(Callback):
 
     def before_fit(self): self.n_of,self.calls_of,self.shapes_of = Counter(),{},{True: [], False: []}
 
-    @contextmanager
-    def phase_ctx(self):
-        "The context in which the Learner trains or validates"
+    def takes(self, event_type): return event_type in ('train','validate')
+
+    def run_phase(self, event_type, f, final, rest):
+        "Train or validate, watched"
         was,self.live = self.live,False
         self.skip = len(self.learn._grab_cbs(GatherPredsCallback))>0
         self.watcher = _Watcher(self._on_read)
         try:
-            with _heard_by(self._on_read),self.watcher: yield
+            with _heard_by(self._on_read),self.watcher: rest(f)
         finally: self.live = was
 
     def _shape(self): return *(tuple(t.shape) for t in _tensors([*self.xb, *self.yb])), getattr(self.dl, 'real', None)
