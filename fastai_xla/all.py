@@ -1,5 +1,6 @@
 from .runtime import *
 from .patches import *
+from .deferred import *
 from .optimizer import *
 from .virtual_cores import *
 from .placement import *
@@ -9,6 +10,7 @@ from .data import *
 from .metrics import *
 from .callback import *
 from .launch import *
+from .blocks import *
 from .distributed import *
 from .sharding import *
 from .stream import *
