@@ -177,7 +177,7 @@ def _loops(model, marker=None):
 # %% ../nbs/09_blocks.ipynb #runner
 class BlockRunner(Callback):
     "Run the repeated blocks of the model with gradient checkpointing, or by a loop; for a Learner on XLA devices"
-    order = TrainEvalCallback.order-1
+    order = TrainEvalCallback.order
     def __init__(self,
         scan:bool=False, # One loop for identical blocks, so that compile time does not grow with depth?
     ): self.scan,self.marker,self.changed = scan,None,[]
@@ -202,6 +202,11 @@ class BlockRunner(Callback):
         self.changed = []
 
     def before_fit(self): self.plan(self.model)
-    def before_train(self): self.start(self.model)
+
+    def before_train(self):
+        on_end = getattr(self.dl, 'on_end', None)
+        if on_end is None: return # not on an XLA device
+        self.start(self.model)
+        self.dl.on_end = lambda: (self.release(), on_end())
+
     before_validate = before_train
-    after_train = after_validate = after_cancel_train = after_cancel_validate = after_fit = release
