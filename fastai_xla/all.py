@@ -15,3 +15,4 @@ from .distributed import *
 from .sharding import *
 from .stream import *
 from .monitor import *
+from .timm_models import *
