@@ -13,6 +13,7 @@ from .launch import *
 from .blocks import *
 from .distributed import *
 from .sharding import *
+from .checkpoint import *
 from .stream import *
 from .monitor import *
 from .timm_models import *

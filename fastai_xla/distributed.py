@@ -265,21 +265,21 @@ class _HomeUnpickler(pickle.Unpickler):
         self.objects = objects
     def persistent_load(self, k): return self.objects[k]
 
-def _home_dumps(o, objects):
+def _home_dumps(o, objects, pickler=_HomePickler):
     f = BytesIO()
-    _HomePickler(f, {id(v): k for k,v in objects.items()}).dump(o)
+    pickler(f, {id(v): k for k,v in objects.items()}).dump(o)
     return f.getvalue()
 
 def _home_loads(b, objects): return _HomeUnpickler(BytesIO(b), objects).load()
 
-def _travels(v, objects):
-    try: return bool(_home_dumps(v, objects))
+def _travels(v, *args):
+    try: return bool(_home_dumps(v, *args))
     except Exception: return False
 
-def _states(states, objects):
+def _states(states, *args):
     "The attributes of several objects as bytes, without those that cannot be pickled"
-    try: return _home_dumps(states, objects)
-    except Exception: return _home_dumps({k: {a: v for a,v in st.items() if _travels(v, objects)} for k,st in states.items()}, objects)
+    try: return _home_dumps(states, *args)
+    except Exception: return _home_dumps({k: {a: v for a,v in st.items() if _travels(v, *args)} for k,st in states.items()}, *args)
 
 # %% ../nbs/09_distributed.ipynb #grads
 def _with_grad(learn): return {k for k,t in _model_tensors(learn).items() if t.grad is not None or id(t) in _zeroed}
@@ -291,6 +291,8 @@ def _zero_grads(learn, names):
 _stays = set('dls model opt cbs lock logger create_mbar path shared_path dl xb yb pred loss loss_grad opt_func loss_func splitter _metrics'.split())
 
 def _is_ours(o): return type(o).__module__.startswith('fastai_xla')
+
+def _travelling(learn, known): return [cb for cb in learn.cbs if not _is_ours(cb) or any(cb is o for o in known.values())]
 
 def _is_plain(v): return v is None or isinstance(v, (bool,int,float,str))
 
@@ -310,7 +312,7 @@ def _pack_home(learn, known):
     states['learn'] = {a: v for a,v in vars(learn).items() if a not in _stays and not _is_ours(v)}
     home = dict(tensors=tensors, opt=opt,
                 modules={k: _module_state(m) for k,m in model.items() if k[0]=='module'}, frozen=getattr(learn.opt, 'frozen_idx', None), grads=_with_grad(learn),
-                cbs=[cb for cb in learn.cbs if not _is_ours(cb)], rng=_rng_state(), rngs={k: vars(o)['rng'] for k,o in known.items() if k[0]=='dl' and 'rng' in getattr(o, '__dict__', ())})
+                cbs=_travelling(learn, known), rng=_rng_state(), rngs={k: vars(o)['rng'] for k,o in known.items() if k[0]=='dl' and 'rng' in getattr(o, '__dict__', ())})
     return _home_dumps(home, objects),_states(states, objects)
 
 # %% ../nbs/09_distributed.ipynb #unpack
@@ -362,7 +364,9 @@ class _Stopper(Callback):
         if from_main(noop): _host_state(self.learn)
 
     def after_batch(self):
-        if self.training and stop_requested(): raise CancelFitException
+        if not self.training or not stop_requested(): return
+        for cb in self.learn.cbs.filter(lambda o: hasattr(type(o), 'on_stop')): cb.on_stop()
+        raise CancelFitException
 
 class _Reporter(_Stopper):
     "Tells the notebook what happens on the main rank; `pack` makes the state to bring home"
@@ -469,7 +473,7 @@ class TPUPoolTrainer(Callback):
         "Whether a phase goes to the pool"
         return not self._away and (event_type=='fit' or event_type=='validate' and _n_batches(self.dl)!=1)
 
-    def run_phase(self, event_type, final):
+    def run_phase(self, event_type, f, final, rest):
         "Run a phase of the Learner on all cores"
         learn,logger,dl = self.learn,self.learn.logger,vars(self.learn).get('dl')
         if event_type=='fit': self._prepare()

@@ -96,11 +96,13 @@ def _progress_after_batch(old, self):
     if known is not None: self.pbar.comment = f'{known.item():.4f}'
 
 # %% ../nbs/01_patches.ipynb #phase
-@_replaces(Learner, '_with_events', 'fastai 2.8', 'no event of a callback can run a whole fit in other processes and bring its result home')
+@_replaces(Learner, '_with_events', 'fastai 2.8', 'no event of a callback can run a whole fit in other processes, or leave out a part of it')
 def _with_events(old, self, f, event_type, ex, final=noop):
-    away = [cb for cb in self.cbs if hasattr(type(cb), 'run_phase')] if event_type in ('fit','validate') else ()
-    if away and away[0].takes(event_type): return away[0].run_phase(event_type, final)
-    return old(self, f, event_type, ex, final)
+    takers = [cb for cb in self.cbs.sorted('order') if hasattr(type(cb), 'run_phase')] if event_type in ('fit','epoch','train','validate') else []
+    def _run(f, cbs):
+        if not cbs: return old(self, f, event_type, ex, final)
+        return cbs[-1].run_phase(event_type, f, final, partial(_run, cbs=cbs[:-1]))
+    return _run(f, [cb for cb in takers if cb.takes(event_type)])
 
 # %% ../nbs/01_patches.ipynb #accumulation
 def _step_size(cb):
