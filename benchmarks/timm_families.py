@@ -10,7 +10,7 @@ from fastai_xla.all import *
 FAMILIES = dict(vit='test_vit', deit3='deit3_small_patch16_224', eva02='eva02_tiny_patch14_224', swin='swin_tiny_patch4_window7_224', mixer='mixer_s32_224', resnet='test_resnet', resnetv2='resnetv2_50',
                 nfnet='test_nfnet', efficientnet='test_efficientnet', mobilenetv3='mobilenetv3_small_050', convnext='test_convnext', regnet='regnetx_002', levit='levit_128s', mobilevit='mobilevit_xxs', hrnet='hrnet_w18_small')
 SMALL = dict(deit3=dict(img_size=64, depth=2, embed_dim=48, num_heads=3), eva02=dict(img_size=56, depth=2, embed_dim=48, num_heads=3), swin=dict(img_size=56, embed_dim=24, depths=(1,1,1,1), num_heads=(1,2,4,8)),
-             mixer=dict(img_size=64, num_blocks=2, embed_dim=64), resnetv2=dict(layers=(1,1,1,1), channels=(32,32,64,64), stem_chs=16), levit=dict(img_size=64))
+             mixer=dict(img_size=64), resnetv2=dict(layers=(1,1,1,1), channels=(32,32,64,64), stem_chs=16), levit=dict(img_size=64))
 
 def size(model): return getattr(model, 'pretrained_cfg', {}).get('input_size', (3,64,64))
 
