@@ -16,4 +16,5 @@ from .sharding import *
 from .checkpoint import *
 from .stream import *
 from .monitor import *
+from .plan import *
 from .timm_models import *
