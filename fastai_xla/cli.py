@@ -1,4 +1,4 @@
-"""The `fastai-xla` command: `doctor`, `demo` and `bench`.
+"""The `fastai-xla` command: `doctor`, `demo`, `bench` and `plan`.
 
 Docs: https://fastai-xla.github.io/fastai_xla/cli.html.md"""
 
@@ -79,6 +79,42 @@ def _bench(args):
     if a.json: a.json.write_text(json.dumps([vars(o) for o in stats.steps], indent=1))
     return 0
 
+# %% ../nbs/14_cli.ipynb #plan
+def _model(name, img_size, n_classes):
+    "The model of this name without its values, and the shape of a sample"
+    import timm
+    from fastai_xla import timm_models
+    from fastai_xla.deferred import deferred_init
+    size = {} if img_size is None else dict(img_size=img_size)
+    if name.startswith('vit_') and name in timm_models.__all__: return getattr(timm_models, name)(num_classes=n_classes, **size),(3, img_size or 224, img_size or 224)
+    if not timm.is_model(name): raise ValueError(f"{name!r} is neither one of {', '.join(o for o in timm_models.__all__ if o.startswith('vit_'))} nor a model of timm")
+    cfg = timm.get_pretrained_cfg(name)
+    model = deferred_init(timm.create_model, name, num_classes=n_classes, **(size if cfg.fixed_input_size else {}))
+    return model,(3, img_size, img_size) if img_size else cfg.input_size
+
+def _mesh(spec):
+    from fastai_xla.sharding import make_mesh
+    try: return make_mesh(**{k: int(v) for k,v in (o.split('=') for o in spec.split(','))})
+    except ValueError as e: raise ValueError(f"--mesh {spec!r} must be like fsdp=64 or replica=2,fsdp=8: {e}") from e
+
+def _plan(args):
+    "Print what a training takes"
+    p = argparse.ArgumentParser('fastai-xla plan', description='Memory of each core and time of a step, without a TPU')
+    p.add_argument('--model', required=True, help='vit_10b, vit_3b, vit_1b, vit_100m, vit_10m or a name of timm')
+    p.add_argument('--mesh', default='fsdp=8', help='sizes of its axes, as in replica=2,fsdp=8 (default: fsdp=8)')
+    p.add_argument('--batch', type=int, required=True, help='samples of a step, on all cores together')
+    p.add_argument('--img_size', type=int, help="pixels, each way (default: the model's)"); p.add_argument('--num_classes', type=int, default=1000)
+    p.add_argument('--opt', default='adam', choices=('adam','sgd','none'), help="for the optimizer's state")
+    for o in ('grad_ckpt','scan','bf16'): p.add_argument(f'--{o}', action='store_true')
+    p.add_argument('--mfu', type=float, default=.4, help='part of the peak speed (default: 0.4)')
+    a = p.parse_args(args)
+    from fastai_xla.plan import plan_training
+    try:
+        model,shape = _model(a.model, a.img_size, a.num_classes)
+        print(plan_training(model, _mesh(a.mesh), a.batch, shape, opt=a.opt, grad_ckpt=a.grad_ckpt, scan=a.scan, bf16=a.bf16, mfu=a.mfu))
+    except ValueError as e: p.error(str(e))
+    return 0
+
 # %% ../nbs/14_cli.ipynb #main
 def main(
     args:list=None # Command and its arguments; those of the process by default
@@ -88,8 +124,9 @@ def main(
                                 formatter_class=argparse.RawDescriptionHelpFormatter,
                                 epilog='commands:\n  doctor   look at versions, device and environment; exit status 1 when there is a fault\n'
                                        '  demo     train on real handwritten digits; demo --help lists its options\n'
-                                       '  bench    what a step of a Learner of yours costs; bench --help lists its options')
-    p.add_argument('command', choices=('doctor','demo','bench'))
+                                       '  bench    what a step of a Learner of yours costs; bench --help lists its options\n'
+                                       '  plan     memory and time of a training, without a TPU; plan --help lists its options')
+    p.add_argument('command', choices=('doctor','demo','bench','plan'))
     p.add_argument('args', nargs=argparse.REMAINDER, help='options of the command')
     a = p.parse_args(args)
-    return {'doctor': _doctor, 'demo': _demo, 'bench': _bench}[a.command](a.args)
+    return {'doctor': _doctor, 'demo': _demo, 'bench': _bench, 'plan': _plan}[a.command](a.args)

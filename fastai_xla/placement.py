@@ -22,6 +22,7 @@ from fastai.data.transforms import IntToFloatTensor, Normalize
 from .runtime import torch_xla, met, xm, xr, xla_device
 from .counts import _will_read
 from .patches import _zeroed
+from .deferred import materialize
 
 # %% ../nbs/03_placement.ipynb #to-host
 def _on_xla(o): return isinstance(o, torch.Tensor) and o.device.type=='xla'
@@ -85,7 +86,8 @@ def _slots(m): return [(mod,n,p) for mod in m.modules() for n,p in mod._paramete
 
 def _move_module(m, device):
     "Move `m`, keep tied parameters tied, and return `{old parameter: new parameter}`"
-    if all(t.device==device for t in chain(m.parameters(), m.buffers())): return {}
+    made = materialize(m, None if device.type=='cpu' else lambda _,t: _send([t], device)[0])
+    if all(t.device==device for t in chain(m.parameters(), m.buffers())): return made
     slots,new = _slots(m),{}
     m.to(device)
     for mod,n,old in slots:
@@ -93,7 +95,7 @@ def _move_module(m, device):
         p = new.setdefault(old, cur)
         if p is not cur: setattr(mod, n, p)
         if p is not old: p.__dict__.update(old.__dict__)
-    return new
+    return {**made, **new}
 
 # %% ../nbs/03_placement.ipynb #move-opt
 def _state_to(p, st): return {k: v.to(p.device) if isinstance(v, torch.Tensor) and k!='step' else v for k,v in st.items()}

@@ -24,9 +24,11 @@ from fastai.basics import Learner
 from .runtime import torch_xla, xr, require_xla, device_kind, n_cores, runtime_started, xla_device
 from .patches import Patch, _patches, _on_xla, _replaces
 from .virtual_cores import _put_in_force
-from .placement import move_learner, to_host, _is_spread, _modules, _states, _tensors
+from .deferred import materialize
+from .placement import move_learner, to_host, _is_spread, _modules, _move_opt, _send, _states, _tensors
 from .data import XLADL
 from .callback import TPUTrainer, _remove_trainers
+from .blocks import BlockRunner
 import fastai_xla.launch as launch
 
 # %% ../nbs/10_sharding.ipynb #mesh
@@ -280,9 +282,22 @@ def _mark(t, op):
         torch_xla._XLAC._xla_clear_sharding(t)
         torch_xla._XLAC._xla_mark_sharding(t, op)
 
+def _param_specs(learn, mesh, rules):
+    "How each parameter is spread"
+    return {p: spec for m in _modules(learn) for (_,p),spec in zip(m.named_parameters(), infer_sharding(m, mesh, rules).specs.values())}
+
 def _param_ops(learn, mesh, rules):
     "How each parameter is spread, for torch_xla"
-    return {p: mesh.op(spec) for m in _modules(learn) for (_,p),spec in zip(m.named_parameters(), infer_sharding(m, mesh, rules).specs.values())}
+    return {p: mesh.op(spec) for p,spec in _param_specs(learn, mesh, rules).items()}
+
+def _make_in_place(learn, mesh, rules, device):
+    "Make what `deferred_init` left open one by one, each tensor straight on its cores"
+    new = {}
+    for m in _modules(learn):
+        specs = infer_sharding(m, mesh, rules).specs
+        def place(name, t): return _send([t], device, lambda t: mesh.xla_spec(t, specs.get(name, ())))[0]
+        new.update(materialize(m, place))
+    if learn.opt is not None: _move_opt(learn.opt, new)
 
 def _state_tensors(opt):
     "The device tensors of the optimizer's state, each with its parameter"
@@ -318,7 +333,7 @@ def _blocks(model):
 
 class BlockMarker:
     "A forward hook that spreads what a block makes of `n` samples like the batch"
-    def __init__(self, mesh): self.mesh,self.n,self.handles = mesh,0,[]
+    def __init__(self, mesh): self.mesh,self.n,self.handles,self.specs = mesh,0,[],{}
     def attach(self, model):
         self.detach()
         self.handles = [o.register_forward_hook(self) for o in _blocks(model)]
@@ -326,10 +341,15 @@ class BlockMarker:
         for h in self.handles: h.remove()
         self.handles = []
     def __call__(self, m, args, out):
-        for t in _tensors(out):
-            if _on_xla(t) and t.ndim>1 and len(t)==self.n: self._mark(t)
-    def _mark(self, t):
-        try: torch_xla._XLAC._xla_mark_sharding(t, self.mesh.op(self.mesh.batch_spec(t)))
+        for t in _tensors(out): self.batch(t)
+    def batch(self, t):
+        "Spread `t` like the batch, if it has its samples"
+        if _on_xla(t) and t.ndim>1 and len(t)==self.n: self._mark(t, self.mesh.batch_spec(t))
+    def like(self, p, t, stacked=False):
+        "Spread `t`, or the tensors that are stacked in it, like the parameter `p`"
+        if self.specs.get(p): self._mark(t, (None, *self.specs[p]) if stacked else self.specs[p])
+    def _mark(self, t, spec):
+        try: torch_xla._XLAC._xla_mark_sharding(t, self.mesh.op(spec))
         except RuntimeError: pass # a parameter or a buffer, which is spread otherwise
 
 # %% ../nbs/10_sharding.ipynb #trainer
@@ -339,10 +359,11 @@ class TPUShardedTrainer(TPUTrainer):
         mesh:TPUMesh, # See `make_mesh`
         rules=(), # `ShardRule`s, or tuples (pattern, axes); the first that matches a parameter's name counts
         partition_norms:bool=True, # Norm layers that XLA's partitioner can split, instead of torch_xla's?
+        runner:BlockRunner|None=None, # Runs the blocks of the model in another way
         **kwargs, # As for `TPUTrainer`
     ):
         super().__init__(**kwargs)
-        self.mesh,self.rules,self.partition_norms,self.blocks,self.stateful = mesh,rules,partition_norms,BlockMarker(mesh),None
+        self.mesh,self.rules,self.partition_norms,self.blocks,self.runner,self.stateful = mesh,rules,partition_norms,BlockMarker(mesh),runner,None
 
     @property
     def table(self): return infer_sharding(self.learn.model, self.mesh, self.rules)
@@ -361,6 +382,10 @@ class TPUShardedTrainer(TPUTrainer):
     def _start(self, pad):
         super()._start(pad)
         self.blocks.attach(self.model)
+        self.blocks.specs = _param_specs(self.learn, self.mesh, self.rules)
+        for o in self.learn._grab_cbs(BlockRunner)+[self.runner]:
+            if o: o.marker = self.blocks
+        if self.runner: self.runner.start(self.model)
         for p in _norm_patches() if self.partition_norms else (): _put_in_force(p)
 
     def before_batch(self): self.blocks.n = next((len(t) for t in _tensors(list(self.xb)) if t.ndim), 0)
@@ -373,6 +398,7 @@ class TPUShardedTrainer(TPUTrainer):
 
     def release(self):
         super().release()
+        if self.runner: self.runner.release()
         self.blocks.detach()
         _withdraw(_norm_patches())
 
@@ -393,6 +419,8 @@ def to_tpu_sharded(self:Learner,
     replica:int|None=None, # Copies of the parameters; None: 1, or what the cores leave when `fsdp` is given
     fsdp:int|None=None, # Cores over which a copy is spread; None: what the cores leave
     rules=(), # `ShardRule`s, or tuples (pattern, axes); the first that matches a parameter's name counts
+    grad_ckpt:bool=False, # Keep of each repeated block its arguments alone, and compute the rest again in the backward pass?
+    scan:bool=False, # Run identical blocks by one loop, which computes again too? See `BlockRunner`
     partition_norms:bool=True, # Norm layers that XLA's partitioner can split, instead of torch_xla's?
     batch_tfms:str='auto', # Where batch transforms run: 'auto', 'host' or 'device'; see `TfmPlacement`
     fetch_every:float=1., # Seconds between two fetches of losses and metrics for the progress bar
@@ -402,12 +430,15 @@ def to_tpu_sharded(self:Learner,
     _check_process()
     sizes = dict(replica=replica, fsdp=fsdp, **axes)
     mesh = make_mesh(n=_n_devices(sizes), **sizes)
-    cb = TPUShardedTrainer(mesh, rules, partition_norms, batch_tfms=batch_tfms, fetch_every=fetch_every)
+    runner = BlockRunner(scan) if grad_ckpt or scan else None
+    cb = TPUShardedTrainer(mesh, rules, partition_norms, runner, batch_tfms=batch_tfms, fetch_every=fetch_every)
     for m in _modules(self): infer_sharding(m, mesh, rules)
+    if runner: runner.plan(self.model)
     _warn_bs(getattr(self.dls.train, 'bs', None), mesh.n_data)
     _use_spmd(mesh.n)
     device = xla_device()
     _remove_trainers(self)
+    _make_in_place(self, mesh, rules, device)
     move_learner(self, device)
     self.add_cb(cb)
     cb.place()

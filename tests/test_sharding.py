@@ -304,6 +304,59 @@ def refused_afterwards():
         with pytest.raises(ValueError): learn.to_tpu_sharded(**kwargs)
     assert learn.model[0][0].weight.device.type=='cpu' and not learn._grab_cbs(l.TPUShardedTrainer)
 
+# Blocks
+
+def deep(l, depth=4, build=lambda f: f(), **kwargs):
+    "A ViT whose blocks repeat, on images of 16 px"
+    import timm
+    l.set_seed(1)
+    x = l.torch.randn(53, 3, 16, 16, generator=l.torch.Generator().manual_seed(0))
+    samples = [(l.TensorImage(o), l.TensorCategory(o.mean()>0).long()) for o in x]
+    dls = l.DataLoaders(l.DataLoader(samples[:40], bs=16), l.DataLoader(samples[40:], bs=16))
+    mk = partial(timm.create_model, 'vit_tiny_patch16_224', img_size=16, patch_size=8, embed_dim=32, num_heads=2, num_classes=2, depth=depth, class_token=False, global_pool='avg')
+    return l.Learner(dls, build(partial(mk, **kwargs)), loss_func=l.CrossEntropyLossFlat(), metrics=l.accuracy, splitter=lambda m: [l.params(m.patch_embed), l.params(m.blocks)+l.params(m.fc_norm)+l.params(m.head)], path=l.Path('.'))
+
+def fits(learn):
+    learn.fit_one_cycle(1, 1e-2)
+    learn.freeze()
+    learn.fit(1, 1e-2)
+
+@case('blocks')
+def checkpointing_and_scan_equal_plain_training():
+    for kwargs in (dict(grad_ckpt=True), dict(scan=True)):
+        l,plain,learn = both(fits, deep, fsdp=8, rules=everything, **kwargs)
+        near(l, quiet(l, plain, plain.get_preds), quiet(l, learn, learn.get_preds))
+        assert not any('forward' in vars(m) for m in learn.model.modules())
+        assert share(l, list(learn.model.parameters()))<=1.05/8
+        assert share(l, state_tensors(l, learn.opt))<=1.05/8
+
+@case('blocks')
+def scanned_epoch_is_steady_and_bf16_learns():
+    l = lib()
+    learn,cb = deep(l).to_bf16().to_tpu_sharded(fsdp=8, scan=True, fetch_every=1e9),l.BatchCounts()
+    quiet(l, learn, learn.fit, 3, 1e-2, cbs=cb)
+    c = cb.batches[2]
+    assert (c.compiles,c.reads,c.fallbacks,c.executions)==(0,0,{},cb.n_batches), c
+    assert learn.recorder.losses[-1]<learn.recorder.losses[0]
+
+@case('blocks')
+def callback_on_a_sharded_learner():
+    l,_,learn = both(lambda o: o.fit(1, 1e-2, cbs=lib().BlockRunner(scan=True)), deep, tol=1e-4)
+    with pytest.raises(ValueError, match='differ in drop_path1.drop_prob'): deep(l, drop_path_rate=.2).to_tpu_sharded(scan=True)
+
+@case('blocks')
+def created_on_the_cores():
+    "A model that never exists whole has the values of one that does, and trains like it"
+    l = lib()
+    whole,later = deep(l),deep(l, build=l.deferred_init)
+    later.create_opt()
+    assert all(p.is_meta for p in later.model.parameters())
+    learn = later.to_tpu_sharded(fsdp=8, rules=everything)
+    near(l, whole.model.state_dict(), learn.model.state_dict(), 0)
+    assert share(l, list(learn.model.parameters()))<=1.05/8
+    for o in (whole, learn): quiet(l, o, o.fit, 1, 1e-2)
+    same(l, whole, learn)
+
 # Counts
 
 @case('parity')

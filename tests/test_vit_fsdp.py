@@ -1,0 +1,39 @@
+"The large example, small: trained on eight virtual cores, killed, and resumed."
+import os, re, signal, subprocess, sys
+from fresh import repo, run
+
+size = '--image_size 28 --embed_dim 64 --num_heads 4 --num_blocks 4 --num_classes 4 --batch_size 16 --num_epochs 3 --warmup_steps 4 --lr 3e-3'.split()
+args = [repo/'examples'/'vit_fsdp.py', '--fake_data', '--fake_samples', 64, '--num_workers', 0, '--ckpt_epoch_interval', 1, '--log_step_interval', 4, *size]
+env = dict(PJRT_DEVICE=None, CPU_NUM_DEVICES=None, XLA_FLAGS='--xla_backend_optimization_level=0', PYTHONPATH=str(repo))
+
+def train(folder, *flags):
+    res = run(*args, '--ckpt_dir', folder, *flags, timeout=300, **env)
+    assert res.returncode==0, res.stderr
+    return res.stdout
+
+def killed_in_epoch_2(folder, *flags):
+    "Start a training, and kill it at its first step of epoch 2"
+    full = {k: v for k,v in {**os.environ, **env}.items() if v is not None}
+    p = subprocess.Popen([sys.executable, *map(str, args), '--ckpt_dir', str(folder), *flags], env=full, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    for line in p.stdout:
+        if line.startswith('epoch 2 step'): break
+    p.send_signal(signal.SIGKILL)
+    assert p.wait()==-signal.SIGKILL
+
+def epoch(out, n): return [float(o) for o in re.search(rf'^epoch {n}: train_loss (\S+), valid_loss (\S+), accuracy (\S+)', out, re.M).groups()]
+
+def test_killed_and_resumed(tmp_path):
+    out = train(tmp_path/'whole', '--scan')
+    n,n_core = (int(o.replace(',', '')) for o in re.search(r'^([\d,]+) parameters, ([\d,]+) on each of 8 cores \(replica=1, fsdp=8\); 4 steps', out, re.M).groups())
+    assert n_core<(1/8+.05)*n and epoch(out, 3)[1]<epoch(out, 1)[1]
+    lrs = [float(o) for o in re.findall(r' lr: (\S+),', out)]
+    assert lrs[0]==.00075 and lrs[1]==.003 and lrs[-1]<.0002
+    killed_in_epoch_2(tmp_path/'cut', '--scan')
+    again = train(tmp_path/'cut', '--scan')
+    assert 'epoch 1:' not in again
+    for i in (2, 3): assert max(abs(a-b) for a,b in zip(epoch(out, i), epoch(again, i)))<2e-6
+    plain = train(tmp_path/'plain', '--run_without_fsdp', '--no_grad_ckpt', '--max_steps', 5)
+    assert re.search(r'^([\d,]+) parameters, \1 on each', plain, re.M) and 'epoch 3' not in plain
+    assert max(abs(a-b) for a,b in zip(epoch(out, 1), epoch(plain, 1)))<1e-4
+    res = run(*args, '--ckpt_dir', tmp_path/'whole', '--no_resume', **env)
+    assert res.returncode and 'FileExistsError' in res.stderr
