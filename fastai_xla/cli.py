@@ -1,4 +1,4 @@
-"""The `fastai-xla` command: `doctor`, `demo`, `bench` and `plan`.
+"""The `fastai-xla` command: `doctor`, `launch`, `demo`, `bench` and `plan`.
 
 Docs: https://fastai-xla.github.io/fastai_xla/cli.html.md"""
 
@@ -8,7 +8,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/cli.html.md"""
 __all__ = ['main']
 
 # %% ../nbs/14_cli.ipynb #imports
-import argparse, importlib, json, subprocess, sys
+import argparse, importlib, json, os, subprocess, sys
 from pathlib import Path
 
 import fastai_xla
@@ -43,6 +43,31 @@ def _demo(args):
         out = a.out if a.cores or n==1 else Path(a.out)/f'{n}_cores'
         code = subprocess.run([sys.executable, _example('digits.py'), '--cores', str(n), '--out', str(out), *rest]).returncode
         if code or '--help' in rest: return code
+    return 0
+
+# %% ../nbs/14_cli.ipynb #launch
+def _run_script(
+    rank:int, # Of the replica that runs it
+    path:str, # Of the script
+    args:list, # Its arguments
+):
+    "Run a script as `python path *args` would"
+    folder = os.path.dirname(os.path.abspath(path))
+    if folder not in sys.path: sys.path.insert(0, folder)
+    sys.argv = [path, *args]
+    exec(compile(Path(path).read_text(), path, 'exec'), {'__name__': '__main__', '__file__': path})
+
+def _launch(args):
+    "Run a script on every core"
+    p = argparse.ArgumentParser('fastai-xla launch', description='Run a script on every core, one replica each')
+    p.add_argument('--cores', type=int, help='how many (default: all of a TPU, 8 virtual ones of a CPU)')
+    p.add_argument('script', help='a Python file')
+    p.add_argument('args', nargs=argparse.REMAINDER, help='for the script')
+    a = p.parse_args(args)
+    if not Path(a.script).is_file(): p.error(f'There is no file {a.script}')
+    from fastai_xla.launch import LaunchError, tpu_launch
+    try: tpu_launch(_run_script, a.script, a.args, n_cores=a.cores)
+    except (LaunchError, ValueError) as e: sys.exit(f'{type(e).__name__}: {e}')
     return 0
 
 # %% ../nbs/14_cli.ipynb #bench
@@ -123,10 +148,11 @@ def main(
     p = argparse.ArgumentParser('fastai-xla', description='Train an unchanged fastai Learner on TPUs, through PyTorch/XLA',
                                 formatter_class=argparse.RawDescriptionHelpFormatter,
                                 epilog='commands:\n  doctor   look at versions, device and environment; exit status 1 when there is a fault\n'
+                                       '  launch   run a script on every core, as in launch train.py --lr 1e-3\n'
                                        '  demo     train on real handwritten digits; demo --help lists its options\n'
                                        '  bench    what a step of a Learner of yours costs; bench --help lists its options\n'
                                        '  plan     memory and time of a training, without a TPU; plan --help lists its options')
-    p.add_argument('command', choices=('doctor','demo','bench','plan'))
+    p.add_argument('command', choices=('doctor','launch','demo','bench','plan'))
     p.add_argument('args', nargs=argparse.REMAINDER, help='options of the command')
     a = p.parse_args(args)
-    return {'doctor': _doctor, 'demo': _demo, 'bench': _bench, 'plan': _plan}[a.command](a.args)
+    return {'doctor': _doctor, 'launch': _launch, 'demo': _demo, 'bench': _bench, 'plan': _plan}[a.command](a.args)

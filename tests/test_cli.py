@@ -40,6 +40,33 @@ def test_help_and_wrong_commands():
     bench = cli('bench', 'nowhere.py:f')
     assert bench.returncode == 2 and 'There is no file nowhere.py' in bench.stderr
 
+TRAIN = '''
+import sys, names
+from fastai.basics import *
+from fastai.test_utils import synth_learner
+from fastai_xla.all import *
+set_seed(1)
+learn = synth_learner(n_trn=4, lr=.1).to_tpu_distributed()
+with learn.no_bar(), learn.no_logging(): learn.fit(int(sys.argv[1]))
+(names.folder/str(rank())).write_text(f'{world_size()} {learn.model.a.item():.6f}')
+print('rank', rank(), __name__)
+if names.fail and rank()==1: raise ValueError('boom')
+'''
+
+def test_launch_of_a_script(tmp_path):
+    (tmp_path/'train.py').write_text(TRAIN)
+    names = 'from pathlib import Path; folder = Path(__file__).parent; fail = '
+    (tmp_path/'names.py').write_text(names+'False')
+    res = cli('launch', '--cores', '2', tmp_path/'train.py', '2', PJRT_DEVICE='CPU')
+    assert res.returncode == 0, res.stderr
+    of = [(tmp_path/o).read_text() for o in '01']
+    assert of[0] == of[1] and of[0].startswith('2 ') and res.stdout.strip() == 'rank 0 __main__'
+    (tmp_path/'names.py').write_text(names+'True')
+    res = cli('launch', '--cores', '2', tmp_path/'train.py', '1', PJRT_DEVICE='CPU')
+    assert res.returncode == 1 and 'LaunchError' in res.stderr and 'ValueError: boom' in res.stderr and 'train.py' in res.stderr
+    res = cli('launch', 'nowhere.py')
+    assert res.returncode == 2 and 'There is no file nowhere.py' in res.stderr
+
 MINE = '''
 import sizes
 from fastai.test_utils import synth_learner
