@@ -21,9 +21,9 @@ def text_dls(is_lm=False, n=56, n_valid=14, bs=4, seq_len=8, **kwargs):
 SIZES = dict(emb_sz=12, n_hid=16, n_layers=2)
 
 @seeded
-def classifier(seq_len=8, drops=DROPS, max_len=72*20, **kwargs):
+def classifier(seq_len=8, drops=DROPS, max_len=72*20, n_hid=16, **kwargs):
     "`text_classifier_learner` whose texts differ in length"
-    learn = text_classifier_learner(text_dls(seq_len=seq_len), AWD_LSTM, config={**awd_lstm_clas_config, **SIZES, **drops}, pretrained=False, seq_len=seq_len, drop_mult=1.,
+    learn = text_classifier_learner(text_dls(seq_len=seq_len), AWD_LSTM, config={**awd_lstm_clas_config, **SIZES, **drops, 'n_hid':n_hid}, pretrained=False, seq_len=seq_len, drop_mult=1.,
                                     ps=[0.], lin_ftrs=[10], max_len=max_len, metrics=accuracy, **kwargs)
     learn.model[0].module.encoder.weight.data.mul_(10)
     return learn
@@ -35,16 +35,14 @@ def language_model(seq_len=8, drops=DROPS, **kwargs):
                                   metrics=[accuracy, Perplexity()], **kwargs)
 
 class EpochCounts(Callback):
-    "Counts of each epoch, training with validation, in `epochs`, of its training batches alone in `batches`; shapes of the inputs of each epoch in `shapes`"
+    "Counts of each epoch, training with validation, in `epochs`, of its training batches alone in `batches`"
     order = 200
-    def before_fit(self): self.epochs,self.batches,self.shapes = [],[],[]
+    def before_fit(self): self.epochs,self.batches = [],[]
     def before_epoch(self):
         xm.wait_device_ops()
         self.start = xla_counts()
-        self.shapes.append([])
     def before_train(self): self.train_start = xla_counts()
     def after_batch(self):
-        self.shapes[-1].append((self.training, tuple(self.x.shape)))
         if not self.training: return
         if self.iter==self.n_iter-1: xm.wait_device_ops() # XLA counts a graph when it has run
         self.last = xla_counts()-self.train_start
