@@ -100,7 +100,7 @@ def _bench(args):
     if not hasattr(learn, 'fit'): p.error(f'{a.learner} returned {type(learn).__name__}: it must return a Learner')
     if not any(hasattr(type(cb), 'tfm_placement') for cb in learn.cbs): learn.to_tpu(strict=a.strict)
     train_batches(learn, a.batches, stats)
-    print(stats)
+    print(f'\n{stats}')
     if a.json: a.json.write_text(json.dumps([vars(o) for o in stats.steps], indent=1))
     return 0
 

@@ -253,16 +253,28 @@ def _sgd_group(pg):
     specs = ((fo.average_grad,),(fo.momentum_step,)) if pg['momentum'] else ((fo.sgd_step,),)
     return ((fo.l2_reg,), *specs),dict(mom=pg['momentum'])
 
+def _rmsprop(): "torch's RMSprop without momentum, which uses none that is left in the state"
+
+@_stands_for(_rmsprop, lambda h: dict(lr=h['lr'], eps=h['eps']))
+def _rmsprop_step(v, s): v.p = v.p - v.g/(v.sqr_avg.sqrt()+s.eps)*s.lr
+
+def _rmsprop_mom(): "torch's RMSprop with momentum: it averages the steps, not the gradients"
+
+@_stands_for(_rmsprop_mom, lambda h: dict(mom=h['mom'], lr=h['lr'], eps=h['eps']), grad_avg=True)
+def _rmsprop_mom_step(v, s):
+    v.grad_avg = v.grad_avg*s.mom + v.g/(v.sqr_avg.sqrt()+s.eps)
+    v.p = v.p - v.grad_avg*s.lr
+
 def _rmsprop_group(pg):
-    specs = (fo.l2_reg,),(fo.average_sqr_grad,),(fo.step_stat,),(fo.rms_prop_step,)
-    return () if pg['momentum'] else specs,dict(sqr_mom=pg['alpha'], eps=pg['eps'])
+    specs = (fo.l2_reg,),(fo.average_sqr_grad,),(fo.step_stat,),(_rmsprop_mom if pg['momentum'] else _rmsprop,)
+    return specs,dict(sqr_mom=pg['alpha'], mom=pg['momentum'], eps=pg['eps'])
 
 def _adam_group(pg, decoupled=False):
     decay = fo.weight_decay if decoupled or pg.get('decoupled_weight_decay') else fo.l2_reg
     return ((decay,), *_adam_specs),dict(mom=pg['betas'][0], sqr_mom=pg['betas'][1], eps=pg['eps'])
 
 _adam_names = dict(step='step', grad_avg='exp_avg', sqr_avg='exp_avg_sq')
-_torch_kinds = {torch.optim.SGD: (_sgd_group, dict(grad_avg='momentum_buffer')), torch.optim.RMSprop: (_rmsprop_group, dict(step='step', sqr_avg='square_avg')),
+_torch_kinds = {torch.optim.SGD: (_sgd_group, dict(grad_avg='momentum_buffer')), torch.optim.RMSprop: (_rmsprop_group, dict(step='step', sqr_avg='square_avg', grad_avg='momentum_buffer')),
                 torch.optim.Adam: (_adam_group, _adam_names), torch.optim.AdamW: (partial(_adam_group, decoupled=True), _adam_names)}
 
 def _is_usual(opt):
