@@ -177,6 +177,7 @@ class TPUDistributedTrainer(TPUTrainer):
     def before_validate(self):
         super().before_validate()
         self.n_batches,self.seen = 0,()
+        if self.fsdp: self.most = max(gather_objects(len(self.dl)))
 
     def before_batch(self):
         if not self.training: self.n_batches,self.seen = self.n_batches+1,self.xb
@@ -218,12 +219,17 @@ class TPUDistributedTrainer(TPUTrainer):
         if self.fsdp.is_stale: self.fsdp.renew(self.learn)
 
     def _catch_up(self):
-        "Run the model as often as the rank with most batches: its parameters are gathered from all ranks"
-        ns = gather_objects(self.n_batches)
-        shapes = from_main(lambda: [(tuple(t.shape), t.dtype) for t in self.seen])
-        for _ in range(max(ns)-self.n_batches):
-            self.model(*[torch.zeros(shape, dtype=dtype, device=self.device) for shape,dtype in shapes])
+        "Run the model as often as the rank with most batches does: its parameters are gathered from all ranks"
+        for _ in range(self.most-self.n_batches):
+            self.seen = self.seen or self._any_input()
+            self.model(*self.seen)
             torch_xla.sync()
+
+    def _any_input(self):
+        it = self.dl.first_samples()
+        self.learn._split(next(it))
+        it.close()
+        return self.learn.xb
 
     def after_validate(self):
         if self.fsdp: self._catch_up()

@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch import nn
 from fastcore.all import L
-from .runtime import xm
+from .runtime import xm, world_size
 from .patches import _zeroed
 from .placement import to_host, _give_zeros, _slots, _states
 
@@ -67,12 +67,28 @@ class _Part:
         t = ts[0] if len(ts)==1 and tuple(self.p._orig_size)==tuple(ts[0].shape) else torch.cat([t.reshape(-1) for t in ts])
         return self.unit._get_shard(t.detach()).to(self.p.device)
 
-    def join(self, t):
-        "Host tensors in the shapes of the wholes, from the parts `t` of all ranks; every rank must call this"
-        full = to_host(xm.all_gather(t.detach(), pin_layout=False))
+    def cut_grads(self):
+        "Take the gradients of the wholes, of which zeros need only be remembered"
+        grads = [w.grad for w in self.wholes]
+        for w in self.wholes: w.grad = None
+        if any(g is not None and g.any() for g in grads): self.p.grad = self.cut([torch.zeros_like(w) if g is None else g for w,g in zip(self.wholes, grads)])
+        elif any(g is not None for g in grads): _give_zeros(self.p)
+
+    def split(self, full):
+        "Tensors in the shapes of the wholes, of the parts of all ranks one after the other"
         if self.unit._shard_param_on_dim_0: return [full[:len(self.wholes[0])]]
         ns = [w.numel() for w in self.wholes]
         return [o.view(w.shape) for o,w in zip(full[:sum(ns)].split(ns), self.wholes)]
+
+def _join(pairs, max_bytes=2**28):
+    "For each `_Part` and tensor of its size: host tensors in the shapes of its wholes; every rank must call this"
+    res,n = [],0
+    for i,(_,t) in enumerate(pairs):
+        n += t.numel()*t.element_size()*world_size()
+        if n<max_bytes and i<len(pairs)-1: continue
+        fulls = to_host([xm.all_gather(t.detach(), pin_layout=False) for _,t in pairs[len(res):i+1]])
+        res,n = res+[part.split(full) for (part,_),full in zip(pairs[len(res):], fulls)],0
+    return res
 
 def _parts(root, slots):
     "The parts of all parameters of the wrapped `root`; `slots` holds the parameters that were at (module, name)"
@@ -128,10 +144,13 @@ def _cut_state(part, st):
     def _value(k, v): return part.cut([st.get(w, {}).get(k, torch.zeros_like(w)) for w in part.wholes]) if k in tensors else v
     return {k: _value(k, v) for k,v in max(own, key=len).items()}
 
-def _join_state(part, s, flags):
-    "The states of the wholes of a part, of its own `s`"
-    tensors = {k: part.join(v) for k,v in s.items() if _is_like(v, part.p)}
-    return {w: {**{k: tensors[k][i] if k in tensors else v for k,v in s.items() if k not in _flags}, **flags.get(w, {})} for i,w in enumerate(part.wholes)}
+def _join_states(parts, st, flags):
+    "The states of the wholes, of those of the parts in `st`"
+    found = [(part, k) for part in parts for k,v in st.get(part.p, {}).items() if _is_like(v, part.p)]
+    tensors = dict(zip([(part.p, k) for part,k in found], _join([(part, st[part.p][k]) for part,k in found])))
+    def _value(p, k, v, i): return tensors[p,k][i] if (p,k) in tensors else v
+    return {w: {**{k: _value(part.p, k, v, i) for k,v in st[part.p].items() if k not in _flags}, **flags.get(w, {})}
+            for part in parts if part.p in st for i,w in enumerate(part.wholes)}
 
 # %% ../nbs/08_fsdp.ipynb #wrapper
 _borrowed = 'forward','_nn_linear_forward_original','_xla_checkpointed_forward_original','_xla_checkpointed_forward_no_kwargs','_unflattened_param_views'
@@ -143,7 +162,7 @@ class FSDPWrapper:
     ): self.options,self.root = options,None
 
     def _root(self, model, blocks):
-        lib,kwargs = _library(),{k: v for k,v in self.options.items() if k not in ('wrap','grad_ckpt')}
+        lib,kwargs = _library(),{'execute_sharding_on_init': False, **{k: v for k,v in self.options.items() if k not in ('wrap','grad_ckpt')}}
         ready = lib.checkpoint_module if self.options.get('grad_ckpt') else lambda m: m
         if self.options.get('auto_wrap_policy'): blocks = []
         new = {b: lib.XlaFullyShardedDataParallel(ready(b), **kwargs) for b in blocks}
@@ -167,6 +186,7 @@ class FSDPWrapper:
         self.root = learn.model = self._root(learn.model, blocks)
         self.parts = _parts(self.root, slots)
         if learn.opt is not None: self._cut_opt(learn.opt)
+        for part in self.parts: part.cut_grads()
 
     @torch.no_grad()
     def _cut_opt(self, opt):
@@ -186,10 +206,10 @@ class FSDPWrapper:
     def unwrap(self, learn):
         "Give `learn` back its own model, on the host, with what has become of it and of the optimizer's state; every rank must call this"
         if self.root is None: return
-        new = {part: part.join(part.p) for part in self.parts}
+        new = _join([(part, part.p) for part in self.parts])
         if learn.opt is not None: self._join_opt(learn.opt)
         self._restore_modules()
-        for part,ts in new.items():
+        for part,ts in zip(self.parts, new):
             for w,t in zip(part.wholes, ts):
                 w.data,w.grad = t.to(w.dtype),None
                 w.requires_grad_(part.p.requires_grad)
@@ -197,16 +217,16 @@ class FSDPWrapper:
         learn.model,self.root,self.parts,self.saved = self.model,None,None,None
 
     def _join_opt(self, opt):
+        cut = {part.p for part in self.parts}
         for i,st in enumerate(_states(opt)):
-            parts = {part.p for part in self.parts}
-            res = {w: s for part in self.parts if part.p in st for w,s in _join_state(part, st[part.p], {} if i else self.flags).items()}
-            _replace_state(st, {**res, **{p: s for p,s in st.items() if p not in parts}})
+            _replace_state(st, {**_join_states(self.parts, st, {} if i else self.flags), **{p: s for p,s in st.items() if p not in cut}})
         slow = getattr(opt, 'slow_weights', None)
         if slow is not None: opt.slow_weights = L(self._join_slow(dict(zip(pl, ts)), own) for pl,ts,own in zip(opt.param_lists, slow, self.lists))
         opt.param_lists = [type(pl)(own) for pl,own in zip(opt.param_lists, self.lists)]
 
     def _join_slow(self, slow, own):
-        whole = {w: t for part in self.parts if part.p in slow for w,t in zip(part.wholes, part.join(slow[part.p]))}
+        parts = [part for part in self.parts if part.p in slow]
+        whole = {w: t for part,ts in zip(parts, _join([(part, slow[part.p]) for part in parts])) for w,t in zip(part.wholes, ts)}
         return L(whole[p] for p in own)
 
     def _restore_modules(self):
