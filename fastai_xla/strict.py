@@ -100,7 +100,7 @@ class StrictSteps(Callback):
     order = TrainEvalCallback.order-.5
     def __init__(self,
         warm:int=2, # First steps of each kind, which may do all this
-    ): self.warm,self.live = warm,False
+    ): self.warm,self.live,self.skip,self.watcher = warm,False,False,None
 
     def before_fit(self): self.n_of,self.calls_of,self.shapes_of = Counter(),{},{True: [], False: []}
 
@@ -108,17 +108,17 @@ class StrictSteps(Callback):
 
     def run_phase(self, event_type, f, final, rest):
         "Train or validate, watched"
-        was,self.live = self.live,False
-        self.skip = len(self.learn._grab_cbs(GatherPredsCallback))>0
-        self.watcher = _Watcher(self._on_read)
+        was = self.live,self.skip,self.watcher
+        self.live,self.skip,self.watcher = False,len(self.learn._grab_cbs(GatherPredsCallback))>0,_Watcher(self._on_read)
         try:
             with _heard_by(self._on_read),self.watcher: rest(f)
-        finally: self.live = was
+        finally: self.live,self.skip,self.watcher = was
 
     def _shape(self): return *(tuple(t.shape) for t in _tensors([*self.xb, *self.yb])), getattr(self.dl, 'real', None)
 
     def before_batch(self):
-        self.came,self.stepped = (self.training, *self._shape()),False
+        self.shape,self.stepped = self._shape(),False
+        self.came = self.training,self.shape
         self.live = not self.skip and self.n_of[self.came]>=self.warm
         if self.iter==0: self._mark()
 
