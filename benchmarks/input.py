@@ -69,10 +69,10 @@ def _lengths(df):
 _cfg = dict(emb_sz=6, n_hid=8, n_layers=1)
 
 @seeded
-def text_classifier(n_hid=8):
+def text_classifier(emb_sz=6, n_train=40):
     db = DataBlock((TextBlock.from_df('text', tok=BaseTokenizer(), seq_len=8, min_freq=1, n_workers=0, rules=[]), CategoryBlock), get_x=ColReader('text'),
-                   get_y=ColReader('label'), splitter=IndexSplitter(range(40, 53)))
-    return text_classifier_learner(db.dataloaders(_lengths(texts()), bs=8, num_workers=0), AWD_LSTM, config={**awd_lstm_clas_config, **_cfg, 'n_hid':n_hid}, pretrained=False,
+                   get_y=ColReader('label'), splitter=IndexSplitter(range(n_train, 53)))
+    return text_classifier_learner(db.dataloaders(_lengths(texts()), bs=8, num_workers=0), AWD_LSTM, config={**awd_lstm_clas_config, **_cfg, 'emb_sz':emb_sz}, pretrained=False,
                                    seq_len=8, metrics=accuracy)
 
 @seeded
@@ -83,7 +83,7 @@ def language_model():
 
 def text_classifier_ragged():
     "With a smaller last batch in training, which fastai drops by default; another size, so that it finds no graph compiled"
-    learn = text_classifier(10)
+    learn = text_classifier(10, n_train=37)
     learn.dls.train = learn.dls.train.new(drop_last=False)
     return learn
 
