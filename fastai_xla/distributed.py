@@ -18,7 +18,7 @@ import cloudpickle, torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from fastcore.all import L, noop, patch
-from fastai.basics import Learner, Callback, Recorder, GatherPredsCallback, CancelFitException, CancelValidException
+from fastai.basics import Learner, Callback, Recorder, GatherPredsCallback, CancelFitException, CancelValidException, to_float
 from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.training import GradientAccumulation, GradientClip
 from fastai.callback.progress import ProgressCallback, ShowGraphCallback, CSVLogger
@@ -52,9 +52,17 @@ class _Mean(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g): return xm.all_reduce(xm.REDUCE_SUM, g, scale=1/world_size())
 
+def _float_norm(m, x):
+    "`m(x)` in float32, with the parameters that FSDP has gathered in another type: XLA refuses to mix them"
+    own = {k: vars(m)[k] for k in ('weight','bias') if k in vars(m)}
+    if not own: return type(m).forward(m, x)
+    vars(m).update({k: p.to(x.dtype).float() for k,p in own.items()}) # torch takes what was gathered for float32
+    try: return type(m).forward(m, x.float()).to(x.dtype)
+    finally: vars(m).update(own)
+
 def _global_norm(m, x):
     "`m(x)` with the statistics of the batches of all ranks"
-    if not m.training: return type(m).forward(m, x)
+    if not m.training: return _float_norm(m, x)
     dims,shape = [i for i in range(x.ndim) if i!=1],[1,-1]+[1]*(x.ndim-2)
     mean = _Mean.apply(x.float().mean(dims))
     centered = x.float()-mean.view(shape)
@@ -170,6 +178,7 @@ class TPUDistributedTrainer(TPUTrainer):
 
     def _start(self, pad):
         super()._start(pad)
+        for m in _norms(self.model) if self.fsdp and self.fsdp.is_half else []: m.forward = partial(_float_norm, m)
         rec = getattr(self.learn, 'recorder', None)
         mets = [] if rec is None else rec._valid_mets if pad else rec._train_mets
         self._meters = [m for m in mets if isinstance(m, DeviceMetric) and m.synced]
@@ -182,6 +191,10 @@ class TPUDistributedTrainer(TPUTrainer):
     def before_batch(self):
         if not self.training: self.n_batches,self.seen = self.n_batches+1,self.xb
         if not self.training and self.dl.in_turn: self.learn.iter = self.iter*world_size()+rank()
+
+    def after_pred(self):
+        if self.fsdp: self.learn.pred = to_float(self.pred)
+        super().after_pred()
 
     def after_loss(self):
         if not self.training: return

@@ -128,7 +128,7 @@ def _check_flat(opt, parts):
     decays = any(h.get('wd') for h in opt.hypers)
     for part in parts:
         if len({group.get(w) for w in part})>1: raise ValueError("`flatten_parameters` makes one parameter of those of a block, and they are in several parameter groups: leave it out, or use one group.")
-        if decays and len({opt.state[w].get('do_wd', True) for w in part if w in opt.state})>1:
+        if decays and len({opt.state.get(w, {}).get('do_wd', True) for w in part})>1:
             raise ValueError("`flatten_parameters` makes one parameter of those of a block, and weight decay is for some of them alone: leave it out, set `wd=0`, or make the Learner with `wd_bn_bias=True`.")
 
 # %% ../nbs/08_fsdp.ipynb #opt-state
@@ -161,8 +161,11 @@ class FSDPWrapper:
         options:dict # See `fsdp_options`
     ): self.options,self.root = options,None
 
+    @property
+    def is_half(self): return self.options.get('compute_dtype') in (torch.bfloat16, torch.float16)
+
     def _root(self, model, blocks):
-        lib,kwargs = _library(),{'execute_sharding_on_init': False, **{k: v for k,v in self.options.items() if k not in ('wrap','grad_ckpt')}}
+        lib,kwargs = _library(),{'execute_sharding_on_init': False, 'buffer_dtype': torch.float32, **{k: v for k,v in self.options.items() if k not in ('wrap','grad_ckpt')}}
         ready = lib.checkpoint_module if self.options.get('grad_ckpt') else lambda m: m
         if self.options.get('auto_wrap_policy'): blocks = []
         new = {b: lib.XlaFullyShardedDataParallel(ready(b), **kwargs) for b in blocks}

@@ -93,14 +93,14 @@ def test_groups_and_frozen_layers():
         return learn.validate(), learn.get_preds()
     equal(f)
 
-class Unfreeze(Callback):
+class Thaw(Callback):
     def before_epoch(self):
         if self.epoch==1: self.learn.unfreeze()
 
 def test_layers_that_are_unfrozen_in_a_fit():
     def f(learn):
         learn.freeze()
-        learn.fit(2, 1e-2, cbs=Unfreeze())
+        learn.fit(2, 1e-2, cbs=Thaw())
     equal(f)
 
 def test_clip_and_accumulation(): equal(lambda o: o.fit(1, 1e-2, cbs=[GradientClip(.05), GradientAccumulation(2*N*B)]))
@@ -134,8 +134,10 @@ def test_a_last_step_that_does_not_divide():
     near(a[0], on_ranks(fit, n=26)[0][0])
 
 def test_bf16():
-    for got,_ in on_ranks(fit, dict(compute_dtype=torch.bfloat16)):
-        assert got[2][-1]<got[2][0] and all(v.dtype in (torch.float32, torch.long) for v in got[0].values())
+    "computes in bfloat16, with parameters and running statistics in float32"
+    for sync_bn in (True,'stats'):
+        for got,_ in on_ranks(fit, dict(compute_dtype=torch.bfloat16), sync_bn=sync_bn):
+            assert got[2][-1]<got[2][0] and {v.dtype for v in got[0].values()}=={torch.float32, torch.long}
 
 def test_ranks_start_from_the_weights_of_the_main_rank():
     def f(learn):
