@@ -29,10 +29,10 @@ def measure(depth, mode, dim, bs, opt, mesh):
     return dict(loss=float(learn.recorder.losses[-1]), compiles=compiled[0]-n[0], seconds=max(o[1] for o in compiled[2])/1e9, params=params, state=state)
 
 def programs(folder):
-    "Instructions of the largest program before the compiler, and its temporary memory in bytes"
-    before = max((o.read_text().count(' = ') for o in Path(folder).glob('*SyncTensorsGraph*before_optimizations.txt')), default=0)
+    "Instructions and matrix products of the largest program before the compiler, and its temporary memory in bytes"
+    step = max((o.read_text() for o in Path(folder).glob('*SyncTensorsGraph*before_optimizations.txt')), key=len)
     temp = [float(o) for o in re.findall(r'Intermediate tensor size: ([\d.]+) GB', (Path(folder)/'debug.txt').read_text())]
-    return dict(instructions=before, temp=max(temp)*2**30)
+    return dict(instructions=step.count(' = '), products=step.count(' dot('), temp=max(temp)*2**30)
 
 def run(**kwargs):
     "`measure(**kwargs)` in a new process, with what its programs are"

@@ -43,14 +43,25 @@ def block_runs(
     return [(model, r) for r in runs] + [o for m in rest for o in block_runs(m)]
 
 # %% ../nbs/09_blocks.ipynb #ckpt
+class _Barrier(torch.autograd.Function):
+    "Its arguments, which the compiler takes for others"
+    @staticmethod
+    def forward(ctx, *ts):
+        res = [t.clone() for t in ts]
+        xm.optimization_barrier_(res)
+        ctx.mark_non_differentiable(*[t for t,o in zip(res, ctx.needs_input_grad) if not o])
+        return tuple(res)
+    @staticmethod
+    def backward(ctx, *gs): return gs
+
 @contextmanager
-def _own_buffers(block):
-    "A context in which what `block` does to its buffers is done to copies"
-    olds = [(m, dict(m._buffers)) for m in block.modules() if m._buffers]
-    for m,bs in olds: m._buffers.update({k: b.clone() for k,b in bs.items() if b is not None})
+def _lent(block, ts):
+    "A context in which `block` has the values of `ts` instead of its parameters and buffers"
+    olds,new = [(d, dict(d)) for m in block.modules() for d in (m._parameters, m._buffers)],{id(o): t for o,t in zip(_tensors_of(block).values(), ts)}
+    for d,old in olds: d.update({k: new[id(t)] for k,t in old.items() if id(t) in new})
     try: yield
     finally:
-        for m,bs in olds: m._buffers.update(bs)
+        for d,old in olds: d.update(old)
 
 def _is_flat(o): return isinstance(o, torch.Tensor) or (isinstance(o, tuple) and all(t is None or isinstance(t, torch.Tensor) for t in o))
 
@@ -59,10 +70,10 @@ class _Checkpointed:
     def __init__(self, block): self.block,self.forward = block,block.forward
 
     def __call__(self, *args, **kwargs):
-        ts,names = (*args, *kwargs.values()),list(kwargs)
+        ts,n,names = (*args, *kwargs.values()),len(args),list(kwargs) # `run` must not hold the tensors, or they would be results of the step
         if not self._learns(ts): return self.forward(*args, **kwargs)
         from torch_xla.utils.checkpoint import checkpoint
-        def run(_, *ts): return self._run(ts[:len(args)], dict(zip(names, ts[len(args):])))
+        def run(_, *ts): return self._run(ts[:n], dict(zip(names, ts[n:])))
         return checkpoint(run, torch.zeros((), device='xla', requires_grad=True), *ts)
 
     def _learns(self, ts):
@@ -70,11 +81,15 @@ class _Checkpointed:
         return torch.is_grad_enabled() and any(map(_on_xla, ts)) and any(t.requires_grad for t in chain(ts, self.block.parameters()))
 
     def _run(self, args, kwargs):
-        if torch.is_grad_enabled():
-            with _own_buffers(self.block): return self.forward(*args, **kwargs)
+        if torch.is_grad_enabled(): return self._again(args, kwargs)
         res = self.forward(*args, **kwargs)
         if not _is_flat(res): raise TypeError(f"Gradient checkpointing needs blocks that return a tensor or a tuple of tensors. {type(self.block).__name__} returns {type(res).__name__}: train without `grad_ckpt`.")
         return res
+
+    def _again(self, args, kwargs):
+        ts = iter(_Barrier.apply(*[o for o in args if isinstance(o, torch.Tensor)], *_tensors_of(self.block).values()))
+        args = [next(ts) if isinstance(o, torch.Tensor) else o for o in args]
+        with _lent(self.block, ts): return self.forward(*args, **kwargs)
 
 # %% ../nbs/09_blocks.ipynb #scan
 class _NoMarks:

@@ -8,8 +8,10 @@ Docs: https://fastai-xla.github.io/fastai_xla/deferred.html.md"""
 __all__ = ['deferred_init', 'materialize']
 
 # %% ../nbs/02_deferred.ipynb #imports
+import math, torch
 from collections import defaultdict
-import torch
+from functools import reduce
+from typing import NamedTuple
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map, tree_leaves
@@ -18,65 +20,101 @@ from torch.utils._pytree import tree_map, tree_leaves
 _allocates = {'empty','empty_strided','zeros','ones','full','rand','randn','normal','empty_permuted'}
 _fills = {'uniform_','normal_','zero_','fill_','random_','bernoulli_','exponential_','cauchy_','log_normal_','geometric_'}
 
-def _name(func): return func._schema.name.split('::')[1]
 def _is_meta(o): return isinstance(o, torch.Tensor) and o.device.type=='meta'
-def _storage(t): return t.untyped_storage()._cdata
 def _to_meta(o): return o.to('meta') if isinstance(o, torch.Tensor) and o.ndim else o
 
-class _Step:
+class _Ref(NamedTuple):
+    "A tensor that is only described"
+    storage:int
+    nbytes:int # Of the storage
+    dtype:torch.dtype
+    shape:tuple
+    stride:tuple
+    offset:int
+
+def _refs(o): return [o] if isinstance(o, _Ref) else [r for v in (o.values() if isinstance(o, dict) else o) for r in _refs(v)] if isinstance(o, (tuple,list,dict)) else []
+
+def _map(f, o):
+    "`o` with `f` of each thing in it"
+    if isinstance(o, dict): return {k: _map(f, v) for k,v in o.items()}
+    return type(o)(_map(f, v) for v in o) if type(o) in (tuple,list) else f(o)
+
+class _Step(NamedTuple):
     "One operation that was recorded"
-    def __init__(self, func, args, kwargs, out):
-        self.func,self.args,self.kwargs,self.out = func,args,kwargs,out
-        self.storages = {_storage(o) for o in tree_leaves((args, kwargs, out)) if _is_meta(o)}
-        self.is_random = torch.Tag.nondeterministic_seeded in func.tags
+    name:str # As in 'aten.uniform_.default'
+    args:tuple
+    kwargs:dict
+    out:object
 
     @property
-    def fills(self): return _name(self.func) in _fills and self.args[0].nbytes==self.args[0].untyped_storage().nbytes()
+    def func(self): return reduce(getattr, ('ops', *self.name.split('.')), torch)
+    @property
+    def storages(self): return {r.storage for r in _refs((self.args, self.kwargs, self.out))}
+    @property
+    def is_random(self): return torch.Tag.nondeterministic_seeded in self.func.tags
+    @property
+    def fills(self):
+        if self.name.split('.')[1] not in _fills: return False
+        r = self.args[0]
+        return math.prod(r.shape)*r.dtype.itemsize==r.nbytes
 
     def play(self, find):
-        "Do it on the host, with what `find` gives for each meta tensor"
-        def real(o): return find(o) if _is_meta(o) else torch.device('cpu') if isinstance(o, torch.device) else o
-        return self.func(*tree_map(real, self.args), **tree_map(real, self.kwargs))
+        "Do it on the host, with what `find` gives for each described tensor"
+        def real(o): return find(o) if isinstance(o, _Ref) else torch.device('cpu') if isinstance(o, torch.device) else o
+        return self.func(*_map(real, self.args), **_map(real, self.kwargs))
 
-class _Tape(TorchDispatchMode):
-    "Records what is done to memory that is only described"
-    def __init__(self):
-        super().__init__()
-        self.steps,self.seed = [],torch.get_rng_state()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs,ts = dict(kwargs or {}),[o for o in tree_leaves((args, kwargs)) if isinstance(o, torch.Tensor)]
-        if _name(func) in _allocates and not ts: kwargs['device'] = torch.device('meta')
-        mixed = any(map(_is_meta, ts)) and not all(map(_is_meta, ts))
-        out = func(*tree_map(_to_meta, args), **kwargs) if mixed else func(*args, **kwargs)
-        if any(map(_is_meta, tree_leaves((args, out)))): self.steps.append(_Step(func, args, kwargs, out))
-        return out
+class _Tape:
+    "What a constructor does to memory that is only described"
+    def __init__(self): self.steps,self.seed,self.slots = [],torch.get_rng_state(),{}
 
     def _spans(self):
         "Of each storage the first step whose values last, and the last step"
         first,last,shared = {},{},set()
         for i,o in enumerate(self.steps):
-            last.update(dict.fromkeys(o.storages, i))
-            if len(o.storages)>1: shared |= o.storages
-            elif o.fills and not o.storages & shared: first.update(dict.fromkeys(o.storages, i))
+            ss = o.storages
+            last.update(dict.fromkeys(ss, i))
+            if len(ss)>1: shared |= ss
+            elif o.fills and not ss & shared: first.update(dict.fromkeys(ss, i))
         return first,last
 
     def play(self, done):
-        "Call `done` with each storage when its values are complete, and a function that finds those of a meta tensor"
+        "Call `done` with each storage when its values are complete, and a function that finds those of a described tensor"
         (first,last),real = self._spans(),{}
-        def find(t):
-            if _storage(t) not in real: real[_storage(t)] = torch.empty(t.untyped_storage().nbytes()//t.element_size(), dtype=t.dtype)
-            return torch.as_strided(real[_storage(t)], t.shape, t.stride(), t.storage_offset())
+        def find(r):
+            if r.storage not in real: real[r.storage] = torch.empty(r.nbytes//r.dtype.itemsize, dtype=r.dtype)
+            return torch.as_strided(real[r.storage], r.shape, r.stride, r.offset)
         with torch.random.fork_rng(devices=[]),torch.no_grad():
             torch.set_rng_state(self.seed)
             for i,o in enumerate(self.steps):
-                if i>=max(first.get(s, 0) for s in o.storages):
-                    for t,r in zip(tree_leaves(o.out), tree_leaves(o.play(find))): real.setdefault(_storage(t), r)
-                elif o.is_random: o.play(lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype))
-                for s in o.storages:
+                ss = o.storages
+                if i>=max(first.get(s, 0) for s in ss):
+                    for r,t in zip(_refs(o.out), tree_leaves(o.play(find))): real.setdefault(r.storage, t)
+                elif o.is_random: o.play(lambda r: torch.empty_strided(r.shape, r.stride, dtype=r.dtype))
+                for s in ss:
                     if last[s]==i:
                         done(s, find)
                         real.pop(s, None)
+
+class _Recorder(TorchDispatchMode):
+    "Puts memory on the meta device, and what is done to it on `tape`"
+    def __init__(self, tape):
+        super().__init__()
+        self.tape,self.ids,self.alive = tape,{},[]
+
+    def ref(self, o):
+        if not _is_meta(o): return o
+        s = o.untyped_storage()
+        self.alive.append(s) # or another one gets its address
+        return _Ref(self.ids.setdefault(s._cdata, len(self.ids)), s.nbytes(), o.dtype, tuple(o.shape), o.stride(), o.storage_offset())
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs,ts = dict(kwargs or {}),[o for o in tree_leaves((args, kwargs)) if isinstance(o, torch.Tensor)]
+        if str(func).split('.')[1] in _allocates and not ts: kwargs['device'] = torch.device('meta')
+        mixed = any(map(_is_meta, ts)) and not all(map(_is_meta, ts))
+        out = func(*tree_map(_to_meta, args), **kwargs) if mixed else func(*args, **kwargs)
+        step = _Step(str(func), *(_map(self.ref, o) for o in (tuple(args), kwargs, out)))
+        if step.storages: self.tape.steps.append(step)
+        return out
 
 # %% ../nbs/02_deferred.ipynb #deferred
 def deferred_init(
@@ -86,23 +124,18 @@ def deferred_init(
 ):
     "What `f` returns, with parameters and buffers on the meta device, and a tape from which `materialize` makes them"
     tape = _Tape()
+    recorder = _Recorder(tape)
     try:
-        with tape: model = f(*args, **kwargs)
+        with recorder: model = f(*args, **kwargs)
     except (RuntimeError, NotImplementedError) as e:
         if 'meta' not in str(e): raise
         raise RuntimeError(f"{getattr(f, '__name__', f)} looks at values while it builds the model, so it cannot be deferred: call it as it is. {e}") from e
     torch.rand(()) # so that the next model draws other values
+    tape.slots = {n: recorder.ref(t) for n,t in _named(model) if _is_meta(t)}
     model._tape = tape
     return model
 
-def _meta_slots(model):
-    "`{storage: [(holder, key, tensor)]}` of the model's meta tensors"
-    res = defaultdict(list)
-    for m in model.modules():
-        for d in (m._parameters, m._buffers):
-            for k,t in d.items():
-                if _is_meta(t): res[_storage(t)].append((d, k, t))
-    return res
+def _named(m): return [*m.named_parameters(remove_duplicate=False), *m.named_buffers(remove_duplicate=False)]
 
 def _like(old, t):
     if not isinstance(old, nn.Parameter): return t
@@ -110,20 +143,31 @@ def _like(old, t):
     res.__dict__.update(old.__dict__)
     return res
 
+def _put(m, name, t):
+    path,_,k = name.rpartition('.')
+    m = m.get_submodule(path)
+    (m._parameters if k in m._parameters else m._buffers)[k] = t
+
 def materialize(
     model:nn.Module, # May have parts that `deferred_init` made
     place=None, # From name and values of a tensor to what takes its place; None: a copy
 ):
     "Make the parameters and buffers of `model` one by one; returns `{old parameter: new parameter}`"
-    slots,new = _meta_slots(model),{}
-    if not slots: return new
-    names = {id(t): n for n,t in (*model.named_buffers(), *model.named_parameters())}
-    def done(s, find):
-        for d,k,t in slots.pop(s, ()):
-            if t not in new: new[t] = _like(t, place(names[id(t)], find(t)) if place else find(t).clone())
-            d[k] = new[t]
+    names,new = {},{}
+    for n,t in _named(model): names.setdefault(id(t), n)
     for m in model.modules():
-        if '_tape' in vars(m): vars(m).pop('_tape').play(done)
-    left = [names[id(t)] for o in slots.values() for _,_,t in o]
+        if '_tape' in vars(m): _play(m, vars(m).pop('_tape'), names, new, place or (lambda _,t: t.clone()))
+    left = [n for n,t in _named(model) if _is_meta(t)]
     if left: raise RuntimeError(f"{left[0]} and {len(left)-1} more tensors are on the meta device, and nothing says how to make them: build the model with `deferred_init(f)`.")
     return {o: p for o,p in new.items() if isinstance(o, nn.Parameter)}
+
+def _play(m, tape, names, new, place):
+    "Put what `tape` makes into the slots of `m` that are still open"
+    todo,now = defaultdict(list),dict(_named(m))
+    for n,r in tape.slots.items():
+        if _is_meta(now.get(n)): todo[r.storage].append((n, r, now[n]))
+    def done(s, find):
+        for n,r,t in todo[s]:
+            if t not in new: new[t] = _like(t, place(names[id(t)], find(r)))
+            _put(m, n, new[t])
+    tape.play(done)

@@ -1,0 +1,50 @@
+"The plan, and what depth costs, against programs that are really compiled for eight virtual cores."
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from fresh import repo
+
+sys.path.insert(0, str(repo/'benchmarks'))
+from depth import run
+
+cases = [(4,'plain'), (4,'grad_ckpt'), (4,'scan'), (8,'plain'), (8,'scan')]
+
+@lru_cache(None)
+def compiled():
+    "{(blocks, mode): what was measured}"
+    with ThreadPoolExecutor(2) as pool: return dict(zip(cases, pool.map(lambda o: run(depth=o[0], mode=o[1], dim=64, bs=64, opt='Adam', mesh=dict(fsdp=8)), cases)))
+
+def planned(depth, mode):
+    from fastai_xla.plan import plan_training
+    from fastai_xla.sharding import make_mesh
+    from fastai_xla.timm_models import mean_vit
+    return plan_training(mean_vit(64, 4, depth, 8, img_size=64, num_classes=4), make_mesh(fsdp=8), 64, (3,64,64), **({} if mode=='plain' else {mode: True}))
+
+def test_parameters_and_optimizer_state_are_exact():
+    for case,r in compiled().items():
+        p = planned(*case)
+        assert (p.memory['parameters'],p.nbytes)==tuple(r['params']), case
+        assert p.memory['optimizer state']==r['state'][0]<=(1/8+.05)*r['state'][1], case
+
+def test_temporary_memory():
+    "Between 0.6 and 1.5 times the compiler's, and in the same order but for the loop"
+    for case,r in compiled().items():
+        p = planned(*case)
+        temp = p.total-sum(p.memory[k] for k in ('parameters','optimizer state','batch'))
+        assert .6<temp/r['temp']<1.5, (case, temp, r['temp'])
+    plain,ckpt,loop = (compiled()[4,o]['temp'] for o in ('plain','grad_ckpt','scan'))
+    assert loop<ckpt<.75*plain
+
+def test_same_training():
+    for depth in (4, 8):
+        losses = [r['loss'] for (d,_),r in compiled().items() if d==depth]
+        assert max(losses)-min(losses)<1e-5, losses
+
+def test_a_loop_holds_one_block():
+    "What grows with depth is the optimizer, and the stacking of parameters"
+    def growth(mode, what): return compiled()[8,mode][what]-compiled()[4,mode][what]
+    assert growth('scan', 'products')==0<growth('plain', 'products')
+    assert growth('scan', 'instructions')<.6*growth('plain', 'instructions')
+
+def test_compiled_once():
+    assert {r['compiles'] for r in compiled().values()}<={1,2}

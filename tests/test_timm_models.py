@@ -1,0 +1,46 @@
+"timm's families on XLA: the rows of benchmarks/timm_families.py"
+import json
+import pytest
+from fresh import repo, run_ok
+
+@pytest.fixture(scope='module')
+def rows():
+    code = "import json; from timm_families import row; print(json.dumps({o: row(o) for o in ('vit','nfnet','resnet','eva02')}))"
+    return json.loads(run_ok(code, PYTHONPATH=f"{repo}:{repo/'benchmarks'}", XLA_FLAGS='--xla_backend_optimization_level=0').splitlines()[-1])
+
+def test_they_learn(rows):
+    for o,r in rows.items(): assert r['losses'][-1]<r['losses'][0], (o, r['losses'])
+
+def test_they_compile_in_two_steps_at_most_and_stay_on_the_device(rows):
+    for o,r in rows.items(): assert (r['step1'],r['later'],r['reads'],r['fallbacks'])==(1,0,0,'none') and r['step2']<=1, (o, r)
+
+def test_without_the_patch_weights_are_standardized_by_batch_norm():
+    code = """
+    import torch, torch_xla
+    from timm.layers import ScaledStdConv2d
+    from fastai_xla.all import *
+    f,x = ScaledStdConv2d(4, 6, 3).to('xla'),torch.ones(1, 4, 8, 8, device='xla')
+    def hlo(): return torch_xla._XLAC._get_xla_tensors_hlo([f(x)]).count('batch-norm-training')
+    patches = [p for p in patches_in_force() if p.owner is ScaledStdConv2d]
+    n = hlo()
+    for p in patches: p.undo()
+    print(len(patches), n>0, hlo()>0)
+    """
+    assert run_ok(code)=='1 False True'
+
+def test_a_large_model_passes_through_the_host_in_pieces():
+    "200 million parameters, 814 MB; the largest tensor has 17"
+    code = """
+    import psutil, torch
+    from fastai_xla.timm_models import mean_vit
+    from fastai_xla.deferred import materialize
+    def used(): return psutil.Process().memory_info().rss/1e6
+    model,seen = mean_vit(1024, 16, 16),{}
+    before = used()
+    def place(name, t):
+        seen[name] = t.nbytes,used()-before
+        return torch.zeros(())
+    materialize(model, place)
+    print(sum(n for n,_ in seen.values())//10**6, max(o for _,o in seen.values())<100)
+    """
+    assert run_ok(code)=='813 True'
