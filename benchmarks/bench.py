@@ -119,7 +119,7 @@ def run_fastai_xla(work, n, tick, stock=False):
 
 def run_compiled(work, n, tick):
     import torch
-    from fastai_xla.all import Learner
+    import fastai_xla.all
     learn = learner(work, n, [ticker(tick)])
     learn.model.forward = torch.compile(learn.model.forward, backend='openxla')
     learn.to_tpu().fit_one_cycle(1, LR)
@@ -128,7 +128,7 @@ def run_compiled(work, n, tick):
 def run_scanned(work, n, tick):
     from torch import nn
     from torch_xla.experimental.scan_layers import scan_layers
-    from fastai_xla.all import Learner
+    import fastai_xla.all
     class Scanned(nn.Module):
         def __init__(self, blocks):
             super().__init__()
