@@ -54,10 +54,10 @@ class _WritePlanner(DefaultSavePlanner):
     "Writes the parts of a state by name"
     def __init__(self): super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
-    def set_up_planner(self, state_dict, *args, **kwargs):
+    def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
         parts = {'.'.join(map(str, path)): (path, o) for path,o in _flatten(state_dict).items()}
         self.paths = {k: path for k,(path,_) in parts.items()}
-        super().set_up_planner({k: o for k,(_,o) in parts.items()}, *args, **kwargs)
+        super().set_up_planner({k: o for k,(_,o) in parts.items()}, storage_meta, is_coordinator)
 
     def create_global_plan(self, all_plans):
         plans,meta = super().create_global_plan(all_plans)
@@ -107,10 +107,10 @@ def _replacing(path):
     shutil.rmtree(old, ignore_errors=True)
 
 @contextmanager
-def _without_groups():
-    "Without the warning that there is no process group"
+def _quiet():
+    "Without warnings that there is no process group, and of what torch and torch_xla find in each other"
     with warnings.catch_warnings():
-        warnings.filterwarnings('ignore', 'torch.distributed is disabled', UserWarning)
+        for o in ('torch.distributed is disabled', 'The function definition for SavePlanner', 'TypedStorage is deprecated'): warnings.filterwarnings('ignore', o)
         yield
 
 def _write(state, folder):
@@ -118,7 +118,7 @@ def _write(state, folder):
     ts = [t for t in _tensors(state) if _on_xla(t)]
     if ts: torch_xla._XLAC._xla_sync_multi(ts, [str(ts[0].device)], True, True)
     planner = _spmd_planner() if ts and xr.is_spmd() else _WritePlanner
-    with _without_groups(): dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), planner=planner(), no_dist=True)
+    with _quiet(): dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), planner=planner(), no_dist=True)
 
 # %% ../nbs/11_checkpoint.ipynb #read
 class _ReadPlanner(DefaultLoadPlanner):
@@ -142,7 +142,7 @@ def _read(folder, keep, max_bytes=2**29):
     metas = {k: m for k,m in reader.read_metadata().state_dict_metadata.items() if keep(k)}
     for ks in _groups(metas, max_bytes):
         res = {k: None if isinstance(m := metas[k], BytesStorageMetadata) else torch.empty(m.size, dtype=m.properties.dtype) for k in ks}
-        with _without_groups(): dcp.load(res, storage_reader=reader, planner=_ReadPlanner(), no_dist=True)
+        with _quiet(): dcp.load(res, storage_reader=reader, planner=_ReadPlanner(), no_dist=True)
         yield res
 
 # %% ../nbs/11_checkpoint.ipynb #place
