@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from fastcore.all import L, patch
-from fastai.basics import Learner, Callback, Recorder, OptimWrapper, get_model, join_path_file
+from fastai.basics import Learner, Callback, OptimWrapper, get_model, join_path_file
 from .runtime import torch_xla, xm, xr, xla_device, is_main, rank, world_size, gather_objects, from_main
 from .placement import to_host, _give_zeros, _modules, _on_xla, _send, _tensors
 from .data import _is_stateful, _rng_state, _set_rng_state, upload
@@ -282,7 +282,7 @@ def _own_cbs(learn):
     "The callbacks whose state is kept, by class and number"
     seen,res = Counter(),{}
     for cb in learn.cbs:
-        if _is_ours(cb) or _is_display(cb): continue
+        if _is_ours(cb) or _is_display(cb) or hasattr(type(cb), 'run_phase'): continue
         name = type(cb).__name__
         res['cb',name,seen[name]] = cb
         seen[name] += 1
