@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from fastcore.all import L, patch
-from fastai.basics import Learner, Callback, Recorder, OptimWrapper, get_model, join_path_file
+from fastai.basics import Learner, Callback, OptimWrapper, get_model, join_path_file
 from .runtime import torch_xla, xm, xr, xla_device, is_main, rank, world_size, gather_objects, from_main
 from .placement import to_host, _give_zeros, _modules, _on_xla, _send, _tensors
 from .data import _is_stateful, _rng_state, _set_rng_state, upload
@@ -54,10 +54,10 @@ class _WritePlanner(DefaultSavePlanner):
     "Writes the parts of a state by name"
     def __init__(self): super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
-    def set_up_planner(self, state_dict, *args, **kwargs):
+    def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
         parts = {'.'.join(map(str, path)): (path, o) for path,o in _flatten(state_dict).items()}
         self.paths = {k: path for k,(path,_) in parts.items()}
-        super().set_up_planner({k: o for k,(_,o) in parts.items()}, *args, **kwargs)
+        super().set_up_planner({k: o for k,(_,o) in parts.items()}, storage_meta, is_coordinator)
 
     def create_global_plan(self, all_plans):
         plans,meta = super().create_global_plan(all_plans)
@@ -107,10 +107,10 @@ def _replacing(path):
     shutil.rmtree(old, ignore_errors=True)
 
 @contextmanager
-def _without_groups():
-    "Without the warning that there is no process group"
+def _quiet():
+    "Without warnings that there is no process group, and of what torch and torch_xla find in each other"
     with warnings.catch_warnings():
-        warnings.filterwarnings('ignore', 'torch.distributed is disabled', UserWarning)
+        for o in ('torch.distributed is disabled', 'The function definition for SavePlanner', 'TypedStorage is deprecated'): warnings.filterwarnings('ignore', o)
         yield
 
 def _write(state, folder):
@@ -118,7 +118,7 @@ def _write(state, folder):
     ts = [t for t in _tensors(state) if _on_xla(t)]
     if ts: torch_xla._XLAC._xla_sync_multi(ts, [str(ts[0].device)], True, True)
     planner = _spmd_planner() if ts and xr.is_spmd() else _WritePlanner
-    with _without_groups(): dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), planner=planner(), no_dist=True)
+    with _quiet(): dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), planner=planner(), no_dist=True)
 
 # %% ../nbs/11_checkpoint.ipynb #read
 class _ReadPlanner(DefaultLoadPlanner):
@@ -142,7 +142,7 @@ def _read(folder, keep, max_bytes=2**29):
     metas = {k: m for k,m in reader.read_metadata().state_dict_metadata.items() if keep(k)}
     for ks in _groups(metas, max_bytes):
         res = {k: None if isinstance(m := metas[k], BytesStorageMetadata) else torch.empty(m.size, dtype=m.properties.dtype) for k in ks}
-        with _without_groups(): dcp.load(res, storage_reader=reader, planner=_ReadPlanner(), no_dist=True)
+        with _quiet(): dcp.load(res, storage_reader=reader, planner=_ReadPlanner(), no_dist=True)
         yield res
 
 # %% ../nbs/11_checkpoint.ipynb #place
@@ -282,7 +282,7 @@ def _own_cbs(learn):
     "The callbacks whose state is kept, by class and number"
     seen,res = Counter(),{}
     for cb in learn.cbs:
-        if _is_ours(cb) or _is_display(cb): continue
+        if _is_ours(cb) or _is_display(cb) or hasattr(type(cb), 'run_phase'): continue
         name = type(cb).__name__
         res['cb',name,seen[name]] = cb
         seen[name] += 1

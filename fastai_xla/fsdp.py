@@ -187,7 +187,7 @@ class FSDPWrapper:
         self.model,slots = learn.model,_fsdp_slots(learn.model)
         self.saved = [(m, dict(m._parameters), dict(m._buffers), dict(m._modules), {k: vars(m)[k] for k in _borrowed if k in vars(m)}) for m in learn.model.modules()]
         self.root = learn.model = self._root(learn.model, blocks)
-        self.parts = _parts(self.root, slots)
+        self.parts,self.put = _parts(self.root, slots),{m: vars(m).get('forward') for m,*_ in self.saved}
         if learn.opt is not None: self._cut_opt(learn.opt)
         for part in self.parts: part.cut_grads()
 
@@ -234,8 +234,10 @@ class FSDPWrapper:
 
     def _restore_modules(self):
         for m,params,buffers,modules,attrs in self.saved:
+            forward = vars(m).get('forward')
             for k in {*_borrowed, *params}: vars(m).pop(k, None)
-            vars(m).update(attrs)
+            if forward is not self.put[m]: attrs = {**attrs, 'forward': forward}
+            vars(m).update({k: v for k,v in attrs.items() if v is not None})
             for n,b in buffers.items():
                 if b is not None: b.data = to_host(m._buffers[n]).to(b.dtype)
             for d,old in ((m._parameters, params), (m._buffers, buffers), (m._modules, modules)):

@@ -23,12 +23,10 @@ def test_state_comes_home(pair):
     assert not runtime_started() and type(learn.model) is nn.Sequential
     for f in (lambda o: o.get_preds(), lambda o: o.validate()): t.near(t.quiet(plain, f), t.quiet(learn, f))
 
-def test_files(pair, tmp_path):
+def test_file(pair):
     plain,learn = pair
     learn.save('m')
-    learn.export('e.pkl')
     t.near(plain.model.state_dict(), t.learner().load('m').model.state_dict())
-    t.near(plain.model.state_dict(), load_learner('e.pkl').model.state_dict())
 
 def test_ctrl_c_brings_the_whole_home(pair):
     _,learn = pair
@@ -36,7 +34,7 @@ def test_ctrl_c_brings_the_whole_home(pair):
     class Press(Callback):
         order = 2000
         def after_batch(self):
-            if self.iter==1 and self.epoch==0: os.kill(os.getppid(), signal.SIGINT)
+            if self.iter==1 and self.epoch==0 and rank()==0: os.kill(os.getppid(), signal.SIGINT)
             time.sleep(.3)
     with pytest.raises(LaunchInterrupt), learn.no_bar(), learn.no_logging(): learn.fit(50, 1e-2, cbs=Press())
     after = learn.model.state_dict()
@@ -47,7 +45,7 @@ def test_killed_and_gone_on_with(tmp_path):
     class Dies(Callback):
         order = 2000
         def after_batch(self):
-            if self.train_iter==5 and rank()==1:
+            if self.train_iter==7 and rank()==1:
                 time.sleep(1)
                 raise ValueError('died')
     def train(cbs):
@@ -57,5 +55,5 @@ def test_killed_and_gone_on_with(tmp_path):
         return t.outcome(learn)
     whole = train(())
     with pytest.raises(LaunchError, match='died'): train([TPUCheckpoint('run', every=2), Dies()])
-    assert sorted(os.listdir('run'))==['fit00-epoch0000-batch0000002','fit00-epoch0001-batch0000001']
+    assert sorted(os.listdir('run'))==['fit00-epoch0000-batch0000004','fit00-epoch0001-batch0000002']
     t.near(whole, train(resume_from('run', every=2)), 0)
