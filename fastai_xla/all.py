@@ -9,6 +9,7 @@ from .text import *
 from .data import *
 from .metrics import *
 from .callback import *
+from .fsdp import *
 from .launch import *
 from .blocks import *
 from .distributed import *

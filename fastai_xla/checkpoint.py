@@ -27,7 +27,8 @@ from .placement import to_host, _give_zeros, _modules, _on_xla, _send, _tensors
 from .data import _is_stateful, _rng_state, _set_rng_state, upload
 from .metrics import DeviceMetric, DeviceSmoothLoss
 from .callback import TPUTrainer, _unwrapped
-from .distributed import TPUPoolTrainer, barrier, _HomePickler, _HomeUnpickler, _home_dumps, _is_display, _is_ours, _is_plain, _known_objects, _model_objects, _model_tensors, _states, _with_grad
+from .distributed import TPUPoolTrainer, barrier, whole_model, _HomePickler, _HomeUnpickler, _home_dumps, _states
+from .distributed import _is_display, _is_ours, _is_plain, _known_objects, _model_objects, _model_tensors, _with_grad
 from .sharding import TPUShardedTrainer
 
 # %% ../nbs/11_checkpoint.ipynb #state
@@ -53,10 +54,10 @@ class _WritePlanner(DefaultSavePlanner):
     "Writes the parts of a state by name"
     def __init__(self): super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
-    def set_up_planner(self, state_dict, *args, **kwargs):
+    def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
         parts = {'.'.join(map(str, path)): (path, o) for path,o in _flatten(state_dict).items()}
         self.paths = {k: path for k,(path,_) in parts.items()}
-        super().set_up_planner({k: o for k,(_,o) in parts.items()}, *args, **kwargs)
+        super().set_up_planner({k: o for k,(_,o) in parts.items()}, storage_meta, is_coordinator)
 
     def create_global_plan(self, all_plans):
         plans,meta = super().create_global_plan(all_plans)
@@ -106,10 +107,10 @@ def _replacing(path):
     shutil.rmtree(old, ignore_errors=True)
 
 @contextmanager
-def _without_groups():
-    "Without the warning that there is no process group"
+def _quiet():
+    "Without warnings that there is no process group, and of what torch and torch_xla find in each other"
     with warnings.catch_warnings():
-        warnings.filterwarnings('ignore', 'torch.distributed is disabled', UserWarning)
+        for o in ('torch.distributed is disabled', 'The function definition for SavePlanner', 'TypedStorage is deprecated'): warnings.filterwarnings('ignore', o)
         yield
 
 def _write(state, folder):
@@ -117,7 +118,7 @@ def _write(state, folder):
     ts = [t for t in _tensors(state) if _on_xla(t)]
     if ts: torch_xla._XLAC._xla_sync_multi(ts, [str(ts[0].device)], True, True)
     planner = _spmd_planner() if ts and xr.is_spmd() else _WritePlanner
-    with _without_groups(): dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), planner=planner(), no_dist=True)
+    with _quiet(): dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), planner=planner(), no_dist=True)
 
 # %% ../nbs/11_checkpoint.ipynb #read
 class _ReadPlanner(DefaultLoadPlanner):
@@ -141,7 +142,7 @@ def _read(folder, keep, max_bytes=2**29):
     metas = {k: m for k,m in reader.read_metadata().state_dict_metadata.items() if keep(k)}
     for ks in _groups(metas, max_bytes):
         res = {k: None if isinstance(m := metas[k], BytesStorageMetadata) else torch.empty(m.size, dtype=m.properties.dtype) for k in ks}
-        with _without_groups(): dcp.load(res, storage_reader=reader, planner=_ReadPlanner(), no_dist=True)
+        with _quiet(): dcp.load(res, storage_reader=reader, planner=_ReadPlanner(), no_dist=True)
         yield res
 
 # %% ../nbs/11_checkpoint.ipynb #place
@@ -172,8 +173,6 @@ def _check_model(targets, metas, path, strict):
              (('not in the file', missing if strict else []), ('not in the model', more if strict else []), ('of another shape', other)) if ks]
     if found: raise RuntimeError(f"The checkpoint {path} is not of this model: {'; '.join(found)}." + ("" if other else " `strict=False` loads what there is."))
 
-
-
 def _n_states(saved, paths):
     "Number of parameters of a fastai optimizer whose values are `saved` and whose tensors are at some of `paths`"
     return max([len(saved.get('state', ())), *[1+p[2] for p in paths.values() if p[:2]==('opt','state') and len(p)>2]])
@@ -188,7 +187,7 @@ def _check_opt(opt, saved, paths, path):
                                      "Use the same `opt_func` and `splitter`, or load with `with_opt=False`.")
 
 # %% ../nbs/11_checkpoint.ipynb #load
-def _stays(path, v): return not isinstance(v, torch.Tensor) or path[-1]=='step'
+def _stays(path, v): return not isinstance(v, torch.Tensor) or path[0]=='opt' and path[-1]=='step'
 
 def _opt_state(flat, paths):
     "The optimizer's state of flat names, in the types of its `state_dict`"
@@ -208,26 +207,35 @@ def _load_state(learn, path, with_opt=None, strict=True):
     meta = dcp.FileSystemReader(path).read_metadata()
     paths,metas,targets = meta.planner_data,meta.state_dict_metadata,get_model(learn.model).state_dict(keep_vars=True)
     _check_model(targets, {p[1]: metas[k] for k,p in paths.items() if p[0]=='model'}, path, strict)
-    has_opt = any(p[0]=='opt' for p in paths.values())
-    if with_opt and not has_opt: raise ValueError(f"The checkpoint {path} has no optimizer state: load it without `with_opt=True`.")
-    if has_opt and with_opt is not False:
+    flat = _read_values(path, paths, metas) if _wants_opt(path, paths, with_opt) else None
+    if flat is not None:
         if learn.opt is None: learn.create_opt()
-        flat = _read_values(path, paths, metas)
         _check_opt(learn.opt, _opt_state(flat, paths), paths, path)
-    else: flat = None
     send = _sender(learn)
     for group in _read(path, lambda k: paths[k][0]=='model' and paths[k][1] in targets or flat is not None and k not in flat):
-        away = [k for k,v in group.items() if not _stays(paths[k], v)]
-        owners = [_owner(paths[k], targets, learn.opt) for k in away]
-        group.update(zip(away, send([group[k] for k in away], owners)))
-        for k,p in zip(away, owners):
-            if paths[k][0]=='model': p.copy_(group.pop(k))
-        if flat is not None: flat.update(group)
+        left = _put(learn, group, paths, targets, send)
+        if flat is not None: flat.update(left)
     if flat is not None: learn.opt.load_state_dict(_opt_state(flat, paths))
     for cb in learn._grab_cbs(TPUShardedTrainer): cb.place()
 
+def _wants_opt(path, paths, with_opt):
+    has_opt = any(p[0]=='opt' for p in paths.values())
+    if with_opt and not has_opt: raise ValueError(f"The checkpoint {path} has no optimizer state: load it without `with_opt=True`.")
+    return has_opt and with_opt is not False
+
+def _put(learn, group, paths, targets, send):
+    "Put host tensors by name where they belong; returns those of the optimizer"
+    away = [k for k,v in group.items() if not _stays(paths[k], v)]
+    owners = [_owner(paths[k], targets, learn.opt) for k in away]
+    group.update(zip(away, send([group[k] for k in away], owners)))
+    for k,p in zip(away, owners):
+        if paths[k][0]=='model': p.copy_(group.pop(k))
+    return group
+
 # %% ../nbs/11_checkpoint.ipynb #sharded
-def _folder(learn, file): return Path(join_path_file(file, learn.path/learn.model_dir))
+def _folder(learn, file):
+    "The folder of that name, which all ranks share"
+    return Path(join_path_file(file, vars(learn).get('shared_path', learn.path)/learn.model_dir))
 
 @patch
 def save_sharded(self:Learner,
@@ -236,8 +244,9 @@ def save_sharded(self:Learner,
 ):
     "Save model and optimizer into a folder, piece by piece"
     path = _folder(self, file)
-    if is_main():
-        with _replacing(path) as new: _write(_learn_state(self, with_opt), new)
+    with whole_model(self):
+        if is_main():
+            with _replacing(path) as new: _write(_learn_state(self, with_opt), new)
     barrier()
     return path
 
@@ -248,10 +257,14 @@ def load_sharded(self:Learner,
     strict:bool=True, # Must the names be exactly those of the model?
 ):
     "Load what `save_sharded` has written, on this mesh or another, on one core or none"
-    _load_state(self, _found(_folder(self, file)), with_opt, strict)
+    with whole_model(self): _load_state(self, _found(_folder(self, file)), with_opt, strict)
     return self
 
 # %% ../nbs/11_checkpoint.ipynb #pickle
+def _device(learn):
+    "Where `learn` trains; the model itself may be on the host"
+    return next((vars(cb)['device'] for cb in learn._grab_cbs(TPUTrainer) if 'device' in vars(cb)), next(learn.model.parameters()).device)
+
 class _Pickler(_HomePickler):
     def persistent_id(self, o):
         if not _on_xla(o) or id(o) in self.names: return super().persistent_id(o)
@@ -260,7 +273,7 @@ class _Pickler(_HomePickler):
 class _Unpickler(_HomeUnpickler):
     def persistent_load(self, k):
         if k[0]!='xla': return self.objects.get(k)
-        device = next(self.objects['learn'].model.parameters()).device
+        device = _device(self.objects['learn'])
         t = upload(k[2], device) if device.type=='xla' else k[2]
         return (torch.nn.Parameter(t) if k[1] else t).requires_grad_(k[3])
 
@@ -300,8 +313,9 @@ def _keeps(learn):
 
 # %% ../nbs/11_checkpoint.ipynb #loaders
 def _loader_state(learn):
-    dls = [dl for dl in getattr(learn.dls, 'loaders', [])]
-    return dict(rng=_rng_state(), rngs=[dl.rng.getstate() if hasattr(dl, 'rng') else None for dl in dls], items=[list(dl.items.idxs) if _is_stateful(dl) else None for dl in dls])
+    dls = getattr(learn.dls, 'loaders', [])
+    return dict(rng=_rng_state(), rngs=[dl.rng.getstate() if hasattr(dl, 'rng') else None for dl in dls],
+                items=[list(dl.items.idxs) if _is_stateful(dl) else None for dl in dls])
 
 def _owns_rng(): return rank()==0 or xr.addressable_device_count()==1
 
@@ -319,10 +333,10 @@ _counters = 'train_iter','pct_train','smooth_loss','final_record'
 def _pack(learn, start=None):
     "What this rank needs to go on, as bytes; `start` is what the loaders began the epoch with"
     for cb in learn._grab_cbs(TPUTrainer): cb.queue.flush()
-    objects,device = _objects(learn),xla_device()
+    objects = _objects(learn)
     kept = {i: m.kept for i,m in enumerate(_meters(learn)) if isinstance(m, DeviceMetric)}
     buffers = to_host([b.detach() for m in _modules(learn) for b in m.buffers()]) if world_size()>1 else None
-    rest = dict(start=start, rng=_rng_state(), loaders=_loader_state(learn), device_rng=xm.get_rng_state(str(device)), kept=kept, buffers=buffers,
+    rest = dict(start=start, rng=_rng_state(), loaders=_loader_state(learn), device_rng=xm.get_rng_state(str(xla_device())), kept=kept, buffers=buffers,
                 grads=_with_grad(learn), learns={k: t.requires_grad for k,t in _model_tensors(learn).items()}, frozen=learn.opt.frozen_idx,
                 learn={k: vars(learn)[k] for k in _counters if k in vars(learn)})
     return _states(_keeps(learn), objects, _Pickler),_home_dumps(rest, objects, _Pickler)
@@ -343,8 +357,7 @@ def _unpack(learn, packed):
         if isinstance(m, DeviceMetric): m.kept = rest['kept'].get(i, [])
         if isinstance(m, DeviceSmoothLoss): m.history,m.count,m.start = [],m.metric.count,m.metric.count
     if _owns_rng(): _set_rng_state(rest['rng'])
-    device = next(learn.model.parameters()).device
-    if device.type=='xla': xm.set_rng_state(rest['device_rng'], str(device))
+    if (device := _device(learn)).type=='xla': xm.set_rng_state(rest['device_rng'], str(device))
     return rest
 
 @torch.no_grad()
@@ -375,8 +388,10 @@ def _newest(path):
 
 def _remove(folder):
     "Remove a checkpoint; one that is removed in part has another name"
-    folder.rename(_beside(folder, 'old'))
-    shutil.rmtree(_beside(folder, 'old'))
+    old = _beside(folder, 'old')
+    shutil.rmtree(old, ignore_errors=True)
+    folder.rename(old)
+    shutil.rmtree(old)
 
 # %% ../nbs/11_checkpoint.ipynb #signals
 @contextmanager
@@ -392,6 +407,13 @@ def _noted_signals(cb):
     try: yield
     finally:
         for s,f in old.items(): signal.signal(s, f)
+
+# %% ../nbs/11_checkpoint.ipynb #kept-rng
+@contextmanager
+def _kept_device_rng():
+    state = xm.get_rng_state(str(xla_device()))
+    yield
+    xm.set_rng_state(state, str(xla_device()))
 
 # %% ../nbs/11_checkpoint.ipynb #callback
 class TPUCheckpoint(Callback):
@@ -418,9 +440,12 @@ class TPUCheckpoint(Callback):
 
     def _run_fit(self, f, final, rest):
         at_home = self.learn._grab_cbs(TPUPoolTrainer)
+        if not at_home and not self.learn._grab_cbs(TPUTrainer):
+            raise ValueError("TPUCheckpoint needs the loaders of this package, which can go on in the middle of an epoch: call `learn.to_tpu()` or one of its relatives, or use fastai's SaveModelCallback.")
         self.goal = self._goal(at_home[0].pool.n_cores if at_home else world_size())
         if self.goal and self.goal[1]['fit']>self.book['fits']: return self._leave_out(final)
         if at_home: return rest(f)
+        if is_main(): self._clear()
         self.active,self.due,self.stopped = True,False,False
         try:
             with _noted_signals(self):
@@ -430,6 +455,10 @@ class TPUCheckpoint(Callback):
                 self._save(self.book['fits'], 0, 0)
                 self._heed()
         finally: self.active,self.goal = False,None
+
+    def _clear(self):
+        "Remove what a process that was killed has left half done"
+        for o in self.path.glob('.fit*'): shutil.rmtree(o, ignore_errors=True)
 
     def _goal(self, n):
         "Folder and position from which this fit goes on; None from the start"
@@ -485,8 +514,9 @@ class TPUCheckpoint(Callback):
         "Make the Learner what it was"
         folder,pos = self.goal
         getattr(self.dls, 'n_inp', None) # fastai draws a sample when it is asked for the first time
-        _load_state(self.learn, folder)
-        rest = _unpack(self.learn, self._packed())
+        with whole_model(self.learn):
+            _load_state(self.learn, folder)
+            rest = _unpack(self.learn, self._packed())
         if not pos['batch'] or pos['trained']: _set_loader_state(self.learn, rest['loaders'])
         if pos['fit']==self.book['fits']:
             self._say(f"Going on at epoch {pos['epoch']}, batch {pos['batch']}, from {folder}")
@@ -527,9 +557,10 @@ class TPUCheckpoint(Callback):
 
     def _save(self, fit, epoch, batch, trained=False):
         pos = dict(fit=fit, epoch=epoch, batch=batch, trained=trained, run=self.book['id'], n_ranks=world_size())
-        parts = gather_objects(self.trained[1] if trained else _pack(self.learn, self.start))
-        state = _learn_state(self.learn)
-        if world_size()>1: state = to_host(state)
+        with _kept_device_rng(), whole_model(self.learn):
+            parts = gather_objects(self.trained[1] if trained else _pack(self.learn, self.start))
+            state = _learn_state(self.learn)
+            if world_size()>1: state = to_host(state)
         if is_main(): self._write(self.path/_name(pos), pos, state, parts)
 
     def _write(self, path, pos, state, parts):

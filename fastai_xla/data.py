@@ -465,6 +465,11 @@ class ShardedDL(XLADL):
         want = min(self.chunk, self.n_own-self.sent*self.chunk)
         if ts and all(t.ndim and len(t)<want for t in ts): raise RuntimeError(_skips(self.rank, f"{len(ts[0])} of {want} samples in batch {self.sent}"))
 
+    def first_samples(self):
+        "An iterator with one batch of the dataset's first samples, for a rank that has none"
+        self.chunk,self._idxs = self.bs,np.arange(min(self.bs, len(self.dl.dataset)))
+        return iter(self)
+
     def __iter__(self):
         n,self.sent = len(self) if self.train else 0,0
         yield from super().__iter__()

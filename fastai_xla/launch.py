@@ -283,6 +283,7 @@ def _serve(fd, parent, *args):
     global _process
     os.set_inheritable(fd, False)
     multiprocessing.set_start_method('fork', force=True)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN) # the parent says when to stop
     _process = _Process(Connection(fd), args[0])
     sys.stdout,sys.stderr = _Out('stdout'),_Out('stderr')
     threading.Thread(target=_listen, args=(_process, parent), daemon=True).start()
@@ -326,15 +327,16 @@ def _end(procs, conns, parent, seconds=5):
 # %% ../nbs/08_launch.ipynb #interrupts
 @contextmanager
 def _noted_interrupts():
-    "Collect the first Ctrl-C in a list; raise `LaunchInterrupt` at the second"
+    "Collect the first Ctrl-C or SIGTERM in a list; raise `LaunchInterrupt` at the second"
     hits = []
     def _note(*_):
         hits.append(1)
         if len(hits)==2: raise LaunchInterrupt
     if threading.current_thread() is not threading.main_thread(): return (yield hits)
-    old = signal.signal(signal.SIGINT, _note)
+    old = {o: signal.signal(o, _note) for o in (signal.SIGINT, signal.SIGTERM)}
     try: yield hits
-    finally: signal.signal(signal.SIGINT, old)
+    finally:
+        for o,f in old.items(): signal.signal(o, f)
 
 # %% ../nbs/08_launch.ipynb #job
 def _job(fn, args):
