@@ -5,7 +5,7 @@ from textwrap import dedent
 
 repo = Path(__file__).parent.parent
 
-def run(*args, timeout=300, cwd=None, **env):
+def run(*args, timeout=900, cwd=None, **env):
     "Run `python *args` with `env` added to the environment (None removes a variable); returns the CompletedProcess, output as text"
     env = {**os.environ, 'OMP_NUM_THREADS': '1', 'PJRT_DEVICE': 'CPU', **env}
     return subprocess.run([sys.executable, *map(str, args)], env={k:v for k,v in env.items() if v is not None},
