@@ -41,7 +41,7 @@ def main():
     ap = argparse.ArgumentParser(description=__doc__)
     ap.add_argument('files', nargs='*', type=Path, help='test files (default: all of tests/)')
     ap.add_argument('--jobs', type=int, default=2, help='how many at a time')
-    ap.add_argument('--timeout', type=int, default=1200, help='seconds for one file')
+    ap.add_argument('--timeout', type=int, default=2400, help='seconds for one file')
     a = ap.parse_args()
     files = [o.resolve() for o in a.files] or list((root/'tests').glob('test_*.py'))
     files.sort(key=lambda o: (o.stem!='test_notebooks', -o.stat().st_size))
