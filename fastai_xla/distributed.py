@@ -615,6 +615,7 @@ def to_tpu_distributed(self:Learner,
     if _in_replica(): return _attach_here(self, n_cores, **kwargs)
     if not get_pool(n_cores).is_open: _check_parent()
     self.remove_cbs(TPUPoolTrainer)
+    move_learner(self, 'cpu') # where `deferred_init` left values open, they are made
     _in_pool.add(self)
     return self.add_cb(TPUPoolTrainer(n_cores, **kwargs))
 

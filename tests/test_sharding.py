@@ -432,7 +432,6 @@ def a_loop_gathers_the_parameters_of_one_block():
     import math
     _,gathers,_ = step(lambda l: deep(l, 6), fsdp=8, scan=True, rules=everything)
     n = sum(p.numel() for p in deep(lib()).model.blocks[0].parameters())
-    print(gathers, n, file=sys.stderr)
     assert sum(map(math.prod, gathers))<4*n
 
 # On one device
