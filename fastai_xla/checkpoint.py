@@ -513,7 +513,7 @@ class TPUCheckpoint(Callback):
     def _restore(self):
         "Make the Learner what it was"
         folder,pos = self.goal
-        getattr(self.dls, 'n_inp', None) # fastai draws a sample when it is asked for the first time
+        if not self.learn._grab_cbs(TPUPoolTrainer): getattr(self.dls, 'n_inp', None) # fastai draws a sample when it is asked for the first time, here
         with whole_model(self.learn):
             _load_state(self.learn, folder)
             rest = _unpack(self.learn, self._packed())
