@@ -23,7 +23,7 @@ def pool(): return ThreadPoolExecutor(2)
 @lru_cache(None)
 def processes():
     "One for each group, two at a time"
-    return {o: pool().submit(run, __file__, o, XLA_FLAGS=FLAGS, PJRT_DEVICE=None, CPU_NUM_DEVICES=None, MPLBACKEND='Agg') for o in groups}
+    return {o: pool().submit(run, __file__, o, timeout=900, XLA_FLAGS=FLAGS, PJRT_DEVICE=None, CPU_NUM_DEVICES=None, MPLBACKEND='Agg') for o in groups}
 
 @lru_cache(None)
 def outcome_of(group):
@@ -306,7 +306,7 @@ def refused_afterwards():
 
 # Blocks
 
-def deep(l, depth=4, build=lambda f: f(), **kwargs):
+def deep(l, depth=3, build=lambda f: f(), **kwargs):
     "A ViT whose blocks repeat, on images of 16 px"
     import timm
     l.set_seed(1)

@@ -7,7 +7,7 @@ args = [repo/'examples'/'vit_fsdp.py', '--fake_data', '--fake_samples', 64, '--n
 env = dict(PJRT_DEVICE=None, CPU_NUM_DEVICES=None, XLA_FLAGS='--xla_backend_optimization_level=0', PYTHONPATH=str(repo))
 
 def train(folder, *flags):
-    res = run(*args, '--ckpt_dir', folder, *flags, timeout=900, **env)
+    res = run(*args, '--ckpt_dir', folder, *flags, timeout=600, **env)
     assert res.returncode==0, res.stderr
     return res.stdout
 
