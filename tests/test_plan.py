@@ -44,7 +44,7 @@ def test_a_loop_holds_one_block():
     "What grows with depth is the optimizer, and the stacking of parameters"
     def growth(mode, what): return compiled()[8,mode][what]-compiled()[4,mode][what]
     assert growth('scan', 'products')==0<growth('plain', 'products')
-    assert growth('scan', 'instructions')<.6*growth('plain', 'instructions')
+    assert growth('scan', 'instructions')<.7*growth('plain', 'instructions')
 
 def test_compiled_once():
     assert {r['compiles'] for r in compiled().values()}<={1,2}
