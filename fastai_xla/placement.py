@@ -21,12 +21,10 @@ from fastai.basics import Learner, Optimizer, OptimWrapper, DataLoader, Transfor
 from fastai.data.transforms import IntToFloatTensor, Normalize
 from .runtime import torch_xla, met, xm, xr, xla_device
 from .counts import _will_read
-from .patches import _zeroed
+from .patches import _on_xla, _zeroed
 from .deferred import materialize
 
 # %% ../nbs/03_placement.ipynb #to-host
-def _on_xla(o): return isinstance(o, torch.Tensor) and o.device.type=='xla'
-
 def map_tensors(
     f, # From a list of tensors to a list of tensors, in the same order
     b, # Nested tuples, lists and dicts with tensors

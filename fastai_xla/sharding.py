@@ -23,6 +23,7 @@ from fastcore.all import patch
 from fastai.basics import Learner
 from .runtime import torch_xla, xr, require_xla, device_kind, n_cores, runtime_started, xla_device
 from .patches import Patch, _patches, _on_xla, _replaces
+from .optimizer import _wide
 from .virtual_cores import _put_in_force
 from .deferred import materialize
 from .placement import move_learner, to_host, _is_spread, _modules, _move_opt, _send, _states, _tensors
@@ -177,8 +178,6 @@ def infer_sharding(
     return res
 
 # %% ../nbs/10_sharding.ipynb #norms
-def _wide(x): return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-
 def _standard(x, dims, eps):
     d = x-x.mean(dims, keepdim=True)
     return d*torch.rsqrt((d*d).mean(dims, keepdim=True)+eps)
