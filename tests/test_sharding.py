@@ -1,48 +1,14 @@
 """One program for all cores (SPMD). A process cannot leave SPMD or change its number of devices, so cases run in groups, each in a fresh process: `python test_sharding.py <group>`."""
-import json, os, re, sys, time, traceback
-from concurrent.futures import ThreadPoolExecutor
+import os, re, sys
 from functools import lru_cache, partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
-from fresh import run
+from cases import Groups
 
 FLAGS = '--xla_backend_optimization_level=0'
-groups = {}
-def case(group):
-    "A function that a process of this group calls; its pytest test says what became of it"
-    def _inner(f):
-        groups.setdefault(group, {})[f.__name__] = f
-        return f
-    return _inner
-
-@lru_cache(None)
-def pool(): return ThreadPoolExecutor(2)
-
-@lru_cache(None)
-def processes():
-    "One for each group, two at a time"
-    return {o: pool().submit(run, __file__, o, timeout=900, XLA_FLAGS=FLAGS, PJRT_DEVICE=None, CPU_NUM_DEVICES=None, MPLBACKEND='Agg') for o in groups}
-
-@lru_cache(None)
-def outcome_of(group):
-    "{case: [error or None, seconds]}"
-    res = processes()[group].result()
-    assert res.returncode==0, f'exit {res.returncode}\n{res.stdout}\n{res.stderr}'
-    return json.loads(res.stdout.splitlines()[-1])
-
-def main(group, *names):
-    res = {}
-    with TemporaryDirectory() as d:
-        os.chdir(d)
-        for name,f in groups[group].items():
-            if names and name not in names: continue
-            start,error = time.time(),None
-            try: f()
-            except BaseException: error = traceback.format_exc()
-            res[name] = error,time.time()-start
-    print(json.dumps(res))
+groups = Groups(__file__, lambda: dict(XLA_FLAGS=FLAGS, PJRT_DEVICE=None, CPU_NUM_DEVICES=None, MPLBACKEND='Agg'), at_once=2)
+case = groups.case
 
 # In the processes
 
@@ -468,10 +434,9 @@ def refused_when_the_device_was_used():
     assert not torch_xla.runtime.is_spmd() and learn.tpu_trainer in learn.cbs
     with learn.no_bar(),learn.no_logging(): learn.fit(1)
 
-@pytest.mark.parametrize('group,name', [(g,n) for g,fs in groups.items() for n in fs])
+@pytest.mark.parametrize('group,name', groups.names)
 def test_case(group, name):
-    processes()
-    error,_ = outcome_of(group)[name]
+    error,_ = groups.outcome(group)[name]
     assert error is None, error
 
-if __name__=='__main__': main(*sys.argv[1:])
+if __name__=='__main__': groups.main(*sys.argv[1:])

@@ -1,45 +1,18 @@
 """Collectives between replicas on virtual cores. The cases of a group run in one fresh process: `python test_virtual_cores.py <group>`."""
-import json, os, socket, sys, threading, time, traceback
-from concurrent.futures import ThreadPoolExecutor
+import os, socket, sys, threading, time, traceback
 from functools import lru_cache, partial
 
 import pytest
+from cases import Groups
 from fresh import repo, run
-
-groups = {}
-def case(group):
-    "A function that a process of this group calls; its pytest test says what became of it"
-    def _inner(f):
-        groups.setdefault(group, {})[f.__name__] = f
-        return f
-    return _inner
 
 def free_port():
     with socket.socket() as s:
         s.bind(('localhost', 0))
         return str(s.getsockname()[1])
 
-@lru_cache(None)
-def processes():
-    "One for each group, all started at once"
-    pool = ThreadPoolExecutor(len(groups))
-    return {o: pool.submit(run, __file__, o, PJRT_DEVICE='CPU', MASTER_PORT=free_port(), CPU_NUM_DEVICES=None) for o in groups}
-
-@lru_cache(None)
-def outcome(group):
-    "{case: [error or None, seconds]}"
-    res = processes()[group].result()
-    assert res.returncode==0, f'exit {res.returncode}\n{res.stdout}\n{res.stderr}'
-    return json.loads(res.stdout.splitlines()[-1])
-
-def main(group):
-    res = {}
-    for name,f in groups[group].items():
-        start,error = time.time(),None
-        try: f()
-        except BaseException: error = traceback.format_exc()
-        res[name] = error,time.time()-start
-    print(json.dumps(res))
+groups = Groups(__file__, lambda: dict(PJRT_DEVICE='CPU', MASTER_PORT=free_port(), CPU_NUM_DEVICES=None))
+case = groups.case
 
 # In the processes
 
@@ -685,9 +658,9 @@ def late_is_waited_for():
     assert run_replicas(f)==[3.,3.]
     assert os.environ['PJRT_CPU_ASYNC_CLIENT']=='0'
 
-@pytest.mark.parametrize('group,name', [(g,o) for g,cases in groups.items() for o in cases])
+@pytest.mark.parametrize('group,name', groups.names)
 def test_case(group, name):
-    error,seconds = outcome(group)[name]
+    error,seconds = groups.outcome(group)[name]
     assert error is None, error
 
 launched = '''
@@ -710,4 +683,4 @@ def test_launchers_of_torch_xla(tmp_path):
     assert res.returncode==1
     assert 'which raised ValueError: boom' in res.stderr
 
-if __name__=='__main__': main(sys.argv[1])
+if __name__=='__main__': groups.main(*sys.argv[1:])
