@@ -65,16 +65,18 @@ def _shapes_of(dl):
     except TypeError: return _Shapes()
 
 # %% ../nbs/05_data.ipynb #rng
-def _rng_state(): return random.getstate(),np.random.get_state(),torch.get_rng_state()
+_swap = threading.RLock() # held by who draws: replicas may be threads, which share one random state
+
+def _rng_state():
+    with _swap: return random.getstate(),np.random.get_state(),torch.get_rng_state()
 
 def _same_state(a, b): return a[0]==b[0] and all(np.array_equal(x,y) for x,y in zip(a[1],b[1])) and torch.equal(a[2],b[2])
 
 def _set_rng_state(s):
-    random.setstate(s[0])
-    np.random.set_state(s[1])
-    torch.set_rng_state(s[2])
-
-_swap = threading.Lock()
+    with _swap:
+        random.setstate(s[0])
+        np.random.set_state(s[1])
+        torch.set_rng_state(s[2])
 
 def _seed_all(seed):
     "fastai's `set_seed` without its GPU part, whose lock a worker process that another replica forks would find taken"
@@ -82,14 +84,19 @@ def _seed_all(seed):
     np.random.seed(seed)
     torch.default_generator.manual_seed(seed)
 
-def _state_after(seed):
-    "The random state that `set_seed(seed)` leaves, which stays unset"
+@contextmanager
+def _kept_rng(seed=None):
+    "The body draws, if given from `seed` on, and the random state is as it was; other replicas leave it alone meanwhile"
     with _swap:
         old = _rng_state()
-        _seed_all(seed)
-        res = _rng_state()
-        _set_rng_state(old)
-    return res
+        try:
+            if seed is not None: _seed_all(seed)
+            yield
+        finally: _set_rng_state(old)
+
+def _state_after(seed):
+    "The random state that `set_seed(seed)` leaves, which stays unset"
+    with _kept_rng(seed): return _rng_state()
 
 class _Turns:
     "Whose turn it is to draw: the training thread's or the background thread's, each with its own random state"
@@ -344,7 +351,7 @@ def shard_idxs(
 def _base_seed():
     "A seed that follows `set_seed` and draws nothing from torch's generator"
     g = torch.Generator()
-    g.set_state(torch.get_rng_state())
+    g.set_state(_rng_state()[2])
     return int(torch.randint(2**30, (), generator=g))
 
 def _is_stateful(dl): return hasattr(dl, 'make_chunks')
@@ -364,15 +371,9 @@ class ShardedDL(XLADL):
         self.bs = None if _is_torch(dl) else getattr(self.src, 'bs', getattr(dl, 'batch_size', None))
         self.chunk = self.bs if _in_samples(dl) else None
 
-    @contextmanager
     def _draws(self):
         "The body draws from the random state of this rank, which other replicas in this process leave alone meanwhile"
-        with _swap:
-            old = _rng_state()
-            if not self._owns_state: _seed_all(self.seed+self.rank)
-            try: yield
-            finally:
-                if not self._owns_state: _set_rng_state(old)
+        return _swap if self._owns_state else _kept_rng(self.seed+self.rank)
 
     def _order(self):
         "The order of the samples, their number where it is that of the dataset, and what else the ranks must agree on"

@@ -8,7 +8,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/deferred.html.md"""
 __all__ = ['deferred_init', 'materialize']
 
 # %% ../nbs/02_deferred.ipynb #imports
-import math, torch
+import math, mmap, torch
 from collections import defaultdict
 from functools import reduce
 from typing import NamedTuple
@@ -63,6 +63,12 @@ class _Step(NamedTuple):
         def real(o): return find(o) if isinstance(o, _Ref) else torch.device('cpu') if isinstance(o, torch.device) else o
         return self.func(*_map(real, self.args), **_map(real, self.kwargs))
 
+def _memory(r):
+    "Memory for the storage of `r`, which the system has back as soon as it is let go; malloc may keep what it had"
+    return torch.frombuffer(mmap.mmap(-1, r.nbytes), dtype=r.dtype) if r.nbytes else torch.empty(0, dtype=r.dtype)
+
+def _part(t, r): return torch.as_strided(t, r.shape, r.stride, r.offset)
+
 class _Tape:
     "What a constructor does to memory that is only described"
     def __init__(self): self.steps,self.seed,self.slots = [],torch.get_rng_state(),{}
@@ -81,15 +87,15 @@ class _Tape:
         "Call `done` with each storage when its values are complete, and a function that finds those of a described tensor"
         (first,last),real = self._spans(),{}
         def find(r):
-            if r.storage not in real: real[r.storage] = torch.empty(r.nbytes//r.dtype.itemsize, dtype=r.dtype)
-            return torch.as_strided(real[r.storage], r.shape, r.stride, r.offset)
+            if r.storage not in real: real[r.storage] = _memory(r)
+            return _part(real[r.storage], r)
         with torch.random.fork_rng(devices=[]),torch.no_grad():
             torch.set_rng_state(self.seed)
             for i,o in enumerate(self.steps):
                 ss = o.storages
                 if i>=max(first.get(s, 0) for s in ss):
                     for r,t in zip(_refs(o.out), tree_leaves(o.play(find))): real.setdefault(r.storage, t)
-                elif o.is_random: o.play(lambda r: torch.empty_strided(r.shape, r.stride, dtype=r.dtype))
+                elif o.is_random: o.play(lambda r: _part(_memory(r), r))
                 for s in ss:
                     if last[s]==i:
                         done(s, find)

@@ -18,14 +18,14 @@ import cloudpickle, torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from fastcore.all import L, noop, patch
-from fastai.basics import Learner, Callback, Recorder, GatherPredsCallback, CancelFitException, CancelValidException, to_float
+from fastai.basics import Learner, Callback, Recorder, GatherPredsCallback, CancelFitException, CancelValidException, TfmdDL, to_float
 from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.training import GradientAccumulation, GradientClip
 from fastai.callback.progress import ProgressCallback, ShowGraphCallback, CSVLogger
 import fastai_xla.virtual_cores as virtual_cores
 from .runtime import torch_xla, xm, xr, xla_device, device_kind, runtime_started, n_cores as _cores_here, rank, world_size, is_main, gather_objects, from_main
 from .placement import TfmPlacement, move_learner, to_host, _modules
-from .data import ShardedDL, _base_seed, _rng_state, _set_rng_state
+from .data import ShardedDL, _base_seed, _kept_rng, _rng_state, _set_rng_state
 from .metrics import DeviceMetric, Shares, interleave, share_metrics
 from .callback import TPUTrainer, _known, _forget_batch, _remove_trainers
 from .fsdp import FSDPWrapper, fsdp_options
@@ -157,11 +157,18 @@ class TPUDistributedTrainer(TPUTrainer):
     def _loader(self, dl, pad, **kwargs): return ShardedDL(dl, self.device, train=not pad, even=self.sync_bn is True or self.fsdp is not None, pad=pad, **kwargs)
 
     def before_fit(self):
+        self._look()
         if self.fsdp: self._spread()
         super().before_fit()
         if not self.fsdp: _broadcast([*_model_tensors(self.learn).values()])
         _lengthen_lr_find(self.learn, world_size())
         for cb in [] if is_main() else self.learn.cbs.filter(_is_display): cb.run = False
+
+    def _look(self):
+        "fastai looks at a sample, and draws for it, when it first needs the number of inputs: have it do so while no other replica draws"
+        dl = self.dls.train
+        if isinstance(dl, TfmdDL) and dl.indexed and len(dl) and world_size()>1:
+            with _kept_rng(): dl.n_inp
 
     def _spread(self):
         "Spread the model over the ranks; one tensor after the other becomes that of the main rank first"
