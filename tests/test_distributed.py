@@ -78,6 +78,26 @@ def test_shuffles_differ_from_fit_to_fit():
     for _ in range(2): b.fit(1)
     same_state(a, b)
 
+class Noise(ItemTransform):
+    def encodes(self, o): return o[0]+torch.randn(4)*.1,o[1]
+
+class Late(Callback):
+    "Makes one rank come late to its first batch"
+    def __init__(self, who): self.who = who
+    def before_train(self):
+        if rank()==self.who: time.sleep(1)
+
+def test_draws_do_not_depend_on_who_is_first():
+    "of replicas that are threads, and share a random state that fastai draws from in its look at a sample"
+    losses = []
+    for who in (0,1):
+        learn = learner(cbs=[Late(who)]).to_tpu_distributed(n_cores=N)
+        for dl in learn.dls.loaders: dl.after_item = Pipeline([Noise()])
+        set_seed(3)
+        learn.fit(2)
+        losses.append([*map(float, learn.recorder.losses)])
+    assert losses[0]==losses[1]
+
 @pytest.mark.parametrize('drop_last', [True,False])
 def test_ragged_epochs(drop_last):
     a,b = pair(n=N*B*2+5, drop_last=drop_last)
