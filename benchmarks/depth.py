@@ -1,6 +1,6 @@
-"""What depth costs: time to compile a training step, size of its program, and the memory it takes on each core, with plain blocks, gradient checkpointing and one loop:
+"""What depth costs: time to compile a training step, size of its program, and the memory it takes on each core, with plain blocks, gradient checkpointing, one loop, and a program for each block (`mark_step`):
 
-    PJRT_DEVICE=CPU python benchmarks/depth.py [--depths 4,12,24] [--modes plain,grad_ckpt,scan] [--dim 64] [--mesh fsdp=8]
+    PJRT_DEVICE=CPU python benchmarks/depth.py [--depths 4,12,24] [--modes plain,grad_ckpt,scan,mark_step] [--dim 64] [--mesh fsdp=8]
 
 Each line is a process of its own on virtual cores, that trains a vision transformer sharded over them for a few steps. Times are XLA:CPU's, whose compiler is another than a TPU's; sizes are of the program as it is handed to the compiler (instructions) and the compiler's own account of temporary memory.
 """
@@ -46,7 +46,7 @@ def run(**kwargs):
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument('--depths', default='4,12,24'); p.add_argument('--modes', default='plain,grad_ckpt,scan'); p.add_argument('--dim', type=int, default=64)
+    p.add_argument('--depths', default='4,12,24'); p.add_argument('--modes', default='plain,grad_ckpt,scan,mark_step'); p.add_argument('--dim', type=int, default=64)
     p.add_argument('--bs', type=int, default=64); p.add_argument('--opt', default='Adam'); p.add_argument('--mesh', default='fsdp=8'); p.add_argument('--one', help=argparse.SUPPRESS)
     a = p.parse_args()
     if a.one: return print(json.dumps(measure(**json.loads(a.one))))

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 from fastai.basics import Callback, TrainEvalCallback
-from .runtime import xm
+from .runtime import torch_xla, xm
 from .patches import _on_xla
 
 # %% ../nbs/09_blocks.ipynb #runs
@@ -157,6 +157,36 @@ class _Scan(torch.autograd.Function):
         gs = iter(gs)
         return None,gx,*[next(gs) if o else None for o in needed]
 
+# %% ../nbs/09_blocks.ipynb #cut
+class _Cut(torch.autograd.Function):
+    "`x`, with the end of a program here and, after `arrived(gradient)`, on the way back"
+    @staticmethod
+    def forward(ctx, x, arrived):
+        ctx.arrived = arrived
+        torch_xla.sync()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.arrived(grad)
+        torch_xla.sync()
+        return grad,None
+
+class _Apart:
+    "The forward of `block`, checkpointed, as a program of its own: cut before it, and behind the last one"
+    def __init__(self, block, is_last, marker=None): self.block,self.is_last,self.marker,self.run = block,is_last,marker or _NoMarks(),_Checkpointed(block)
+
+    def __call__(self, x, *args, **kwargs):
+        if not _on_xla(x): return self.run(x, *args, **kwargs)
+        res = self.run(_Cut.apply(x, self._done), *args, **kwargs)
+        return _Cut.apply(res, self.marker.batch) if self.is_last and isinstance(res, torch.Tensor) else res
+
+    def _done(self, grad):
+        "The gradients of the block are complete"
+        self.marker.batch(grad)
+        for p in self.block.parameters():
+            if p.grad is not None: self.marker.like(p, p.grad)
+
 # %% ../nbs/09_blocks.ipynb #parts
 class _Looped:
     "The forward of a `Sequential` with a loop for each of its `runs`"
@@ -191,17 +221,20 @@ def _loops(model, marker=None):
 
 # %% ../nbs/09_blocks.ipynb #runner
 class BlockRunner(Callback):
-    "Run the repeated blocks of the model with gradient checkpointing, or by a loop; for a Learner on XLA devices"
+    "Run the repeated blocks of the model with gradient checkpointing, also in a program each, or by a loop; for a Learner on XLA devices"
     order = TrainEvalCallback.order
     def __init__(self,
         scan:bool=False, # One loop for identical blocks, so that compile time does not grow with depth?
-    ): self.scan,self.marker,self.changed = scan,None,[]
+        mark_step:bool=False, # A program for each block, where one program is too large to compile?
+    ):
+        if scan and mark_step: raise ValueError("`scan` makes one loop of the blocks, which `mark_step` cannot cut: choose one of them.")
+        self.scan,self.mark_step,self.marker,self.changed = scan,mark_step,None,[]
 
     def plan(self, model):
         "What is to change: `{module: forward}`"
         if self.scan: return _loops(model, self.marker)
-        res = {b: _Checkpointed(b) for _,r in block_runs(model) for b in r}
-        if not res: raise ValueError(f"`grad_ckpt=True` needs blocks that repeat, and {type(model).__name__} has none: leave it out.")
+        res = {b: _Apart(b, b is r[-1], self.marker) if self.mark_step else _Checkpointed(b) for _,r in block_runs(model) for b in r}
+        if not res: raise ValueError(f"`{'mark_step' if self.mark_step else 'grad_ckpt'}=True` needs blocks that repeat, and {type(model).__name__} has none: leave it out.")
         return res
 
     def start(self, model):

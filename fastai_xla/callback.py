@@ -124,7 +124,6 @@ class TPUTrainer(Callback):
         else: self._dls._device = self._home
         self._dls = None
 
-
 def _compiled(c):
     "A line about compiling"
     loaded = f', {c.cached} loaded from the compile cache' if c.cached else ''

@@ -451,11 +451,11 @@ class _Note:
     def arrived(self, loss): post(('batch', dict(self.state, loss=loss, smooth_loss=_known(self.smooth)), self.lr))
 
 class _Stopper(Callback):
-    "Heeds Ctrl-C, and reads the state when the main rank sends it home: a read may change the next graph, which must be the same on all ranks"
+    "Heeds Ctrl-C, and takes part when the main rank sends its state home"
     order = 1000
     def after_epoch(self):
         if not from_main(noop): return
-        with whole_model(self.learn): _host_state(self.learn)
+        with whole_model(self.learn): pass
 
     def after_batch(self):
         if not self.training or not stop_requested(): return

@@ -420,6 +420,7 @@ def to_tpu_sharded(self:Learner,
     rules=(), # `ShardRule`s, or tuples (pattern, axes); the first that matches a parameter's name counts
     grad_ckpt:bool=False, # Keep of each repeated block its arguments alone, and compute the rest again in the backward pass?
     scan:bool=False, # Run identical blocks by one loop, which computes again too? See `BlockRunner`
+    mark_step:bool=False, # Run each repeated block as a program of its own, which computes again too?
     partition_norms:bool=True, # Norm layers that XLA's partitioner can split, instead of torch_xla's?
     batch_tfms:str='auto', # Where batch transforms run: 'auto', 'host' or 'device'; see `TfmPlacement`
     fetch_every:float=1., # Seconds between two fetches of losses and metrics for the progress bar
@@ -429,7 +430,7 @@ def to_tpu_sharded(self:Learner,
     _check_process()
     sizes = dict(replica=replica, fsdp=fsdp, **axes)
     mesh = make_mesh(n=_n_devices(sizes), **sizes)
-    runner = BlockRunner(scan) if grad_ckpt or scan else None
+    runner = BlockRunner(scan, mark_step) if grad_ckpt or scan or mark_step else None
     cb = TPUShardedTrainer(mesh, rules, partition_norms, runner, batch_tfms=batch_tfms, fetch_every=fetch_every)
     for m in _modules(self): infer_sharding(m, mesh, rules)
     if runner: runner.plan(self.model)

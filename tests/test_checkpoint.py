@@ -165,6 +165,30 @@ def pool():
     assert left[-1].startswith('fit01-epoch0000') and not left[-1].endswith('0')
     equal(l, plain, res)
 
+def replica(rank, cbs, at):
+    "A script's part on one rank, which dies at batch `at`"
+    l = names()
+    if at and rank==1: cbs = [*cbs, dying(l, at, lambda: time.sleep(1) or 1/0)]
+    for r in (1, 0): # they are threads here, and draw from one random state
+        if rank==r: learn = learner(l, lambda o: o, cbs)
+        l.barrier()
+    learn.to_tpu_distributed()
+    with learn.no_bar(), learn.no_logging():
+        learn.fit_one_cycle(2, 1e-2)
+        learn.fit(1, 1e-3)
+    return outcome(l, learn) if rank==0 else None
+
+def ranks():
+    "A script that launches its own replicas, of which one dies"
+    l = names()
+    def go(*cbs, at=None): return l.tpu_launch(replica, cbs, at, n_cores=2)[0]
+    plain = go()
+    for at,newest in ((5,'fit00-epoch0000-batch0000003'), (9,'fit00-epoch0001-batch0000002')):
+        l.shutil.rmtree('run', ignore_errors=True)
+        with pytest.raises(l.LaunchError): go(l.TPUCheckpoint('run', every=every), at=at)
+        assert sorted(os.listdir('run'))[-1]==newest
+        equal(l, plain, go(l.resume_from('run', every=every)))
+
 def script(folder):
     "A training to be killed from outside"
     os.chdir(folder)
@@ -185,7 +209,7 @@ def main(group, *args):
 
 # ---- tests
 
-@pytest.mark.parametrize('group', ['one','by_epoch','texts','sharded','formats','pool'])
+@pytest.mark.parametrize('group', ['one','by_epoch','texts','sharded','formats','pool','ranks'])
 def test_group(group):
     res = run(__file__, group, **FLAGS)
     assert res.returncode==0, f'exit {res.returncode}\n{res.stdout}\n{res.stderr}'

@@ -288,8 +288,8 @@ def fits(learn):
     learn.fit(1, 1e-2)
 
 @case('blocks')
-def checkpointing_and_scan_equal_plain_training():
-    for kwargs in (dict(grad_ckpt=True), dict(scan=True)):
+def checkpointing_scan_and_cuts_equal_plain_training():
+    for kwargs in (dict(grad_ckpt=True), dict(scan=True), dict(mark_step=True)):
         l,plain,learn = both(fits, deep, fsdp=8, rules=everything, **kwargs)
         near(l, quiet(l, plain, plain.get_preds), quiet(l, learn, learn.get_preds))
         assert not any('forward' in vars(m) for m in learn.model.modules())
@@ -304,6 +304,23 @@ def scanned_epoch_is_steady_and_bf16_learns():
     c = cb.batches[2]
     assert (c.compiles,c.reads,c.fallbacks,c.executions)==(0,0,{},cb.n_batches), c
     assert learn.recorder.losses[-1]<learn.recorder.losses[0]
+
+@case('blocks')
+def a_block_that_is_cut_off_is_compiled_once():
+    "and its gradients are spread like its parameters"
+    import torch_xla
+    l = lib()
+    class Spread(l.Callback):
+        def after_backward(self): self.seen = [torch_xla._XLAC._get_xla_sharding_spec(o)!='' for p in self.model.blocks.parameters() for o in (p, p.grad)]
+    def train(n):
+        learn,cb = deep(l, n).to_tpu_sharded(fsdp=8, rules=everything, mark_step=True, fetch_every=1e9),l.BatchCounts()
+        quiet(l, learn, learn.fit, 2, 1e-2, cbs=[cb, o := Spread()])
+        assert o.seen and all(o.seen)
+        return cb.batches[0],cb.batches[1],cb.n_batches
+    (first,later,_),(first_8,later_8,n) = train(4),train(8)
+    assert (later.compiles,later_8.compiles,later_8.reads)==(0,0,0)
+    assert later_8.executions-later.executions==8*n, 'two programs a block'
+    assert first_8.compiles<=first.compiles
 
 @case('blocks')
 def callback_on_a_sharded_learner():

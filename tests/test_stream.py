@@ -191,8 +191,8 @@ def unreachable(s):
         free.bind(('127.0.0.1', 0))
         s.urls[2] = s.urls[2].replace(str(STORE.server.server_port), str(free.getsockname()[1]))
 
-WRONG = [(cut_off, OSError, 'cannot be read beyond its first . samples.*write or copy it anew'), (missing, FileNotFoundError, 'There is no shard.*check the address'),
-         (hung_up, OSError, 'cannot be read beyond its first . samples .ClientPayloadError'), (unreachable, OSError, 'cannot be opened .*check the address, the network')]
+WRONG = [(cut_off, OSError, r'cannot be read beyond its first \d+ samples.*write or copy it anew'), (missing, FileNotFoundError, 'There is no shard.*check the address'),
+         (hung_up, OSError, r'cannot be read beyond its first \d+ samples .ClientPayloadError'), (unreachable, OSError, 'cannot be opened .*check the address, the network')]
 
 @pytest.mark.parametrize('num_workers', [0, 2])
 @pytest.mark.parametrize('spoil,exc,told', WRONG, ids=lambda o: getattr(o, '__name__', ''))

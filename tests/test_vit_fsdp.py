@@ -1,9 +1,10 @@
 "The large example, small: trained on eight virtual cores, killed, and resumed."
 import os, re, signal, subprocess, sys
+import pytest
 from fresh import repo, run
 
 size = '--image_size 28 --embed_dim 64 --num_heads 4 --num_blocks 4 --num_classes 4 --batch_size 16 --num_epochs 3 --warmup_steps 4 --lr 3e-3'.split()
-args = [repo/'examples'/'vit_fsdp.py', '--fake_data', '--fake_samples', 64, '--num_workers', 0, '--ckpt_epoch_interval', 1, '--log_step_interval', 4, *size]
+args = [repo/'examples'/'vit_fsdp.py', '--fake_data', '--fake_samples', 64, '--num_workers', 0, '--ckpt_epoch_interval', 1, '--test_epoch_interval', 1, '--log_step_interval', 4, *size]
 env = dict(PJRT_DEVICE=None, CPU_NUM_DEVICES=None, XLA_FLAGS='--xla_backend_optimization_level=0', PYTHONPATH=str(repo))
 
 def train(folder, *flags):
@@ -20,20 +21,31 @@ def killed_in_epoch_2(folder, *flags):
     p.send_signal(signal.SIGKILL)
     assert p.wait()==-signal.SIGKILL
 
-def epoch(out, n): return [float(o) for o in re.search(rf'^epoch {n}: train_loss (\S+), valid_loss (\S+), accuracy (\S+)', out, re.M).groups()]
+def epoch(out, n): return [float(o) for o in re.findall(r' ([\d.]+)(?:,|$)', re.search(rf'^epoch {n}: (train_loss .*)$', out, re.M)[1])]
 
 def test_killed_and_resumed(tmp_path):
-    out = train(tmp_path/'whole', '--scan')
+    out = train(tmp_path/'whole', '--scan', '--keep_ckpts', 3)
     n,n_core = (int(o.replace(',', '')) for o in re.search(r'^([\d,]+) parameters, ([\d,]+) on each of 8 cores \(replica=1, fsdp=8\); 4 steps', out, re.M).groups())
     assert n_core<(1/8+.05)*n and epoch(out, 3)[1]<epoch(out, 1)[1]
     lrs = [float(o) for o in re.findall(r' lr: (\S+),', out)]
-    assert lrs[0]==.00075 and lrs[1]==.003 and lrs[-1]<.0002
-    killed_in_epoch_2(tmp_path/'cut', '--scan')
-    again = train(tmp_path/'cut', '--scan')
+    assert lrs[:2]==[0,.00225] and 0<lrs[-1]<.0003
+    killed_in_epoch_2(tmp_path/'cut', '--scan', '--test_epoch_interval', '3')
+    again = train(tmp_path/'cut', '--scan', '--test_epoch_interval', 3)
     assert 'epoch 1 step' not in again and 'epoch 1 step' in out
+    assert [len(epoch(again, i)) for i in (2, 3)]==[1,3]
     for i in (2, 3): assert max(abs(a-b) for a,b in zip(epoch(out, i), epoch(again, i)))<2e-6
-    plain = train(tmp_path/'plain', '--run_without_fsdp', '--no_grad_ckpt', '--max_steps', 5)
+    from_2 = train(tmp_path/'whole', '--scan', '--resume_epoch', 2)
+    assert 'epoch 2 step' not in from_2 and max(abs(a-b) for a,b in zip(epoch(out, 3), epoch(from_2, 3)))<2e-6
+    plain = train(tmp_path/'plain', '--run_without_fsdp', '--mark_step', '--max_steps', 5)
     assert re.search(r'^([\d,]+) parameters, \1 on each', plain, re.M) and 'epoch 3' not in plain
     assert max(abs(a-b) for a,b in zip(epoch(out, 1), epoch(plain, 1)))<1e-4
     res = run(*args, '--ckpt_dir', tmp_path/'whole', '--no_resume', **env)
     assert res.returncode and 'FileExistsError' in res.stderr
+
+def test_an_epoch_without_a_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(repo/'examples'))
+    from vit_fsdp import go_back
+    for o in (3, 7): (tmp_path/f'fit00-epoch{o:04}-batch0000004').mkdir()
+    with pytest.raises(FileNotFoundError, match='no checkpoint after epoch 2, but fit00-epoch0003-batch0000004, fit00-epoch0007-batch0000004'): go_back(tmp_path, 2, 4)
+    go_back(tmp_path, 4, 4)
+    assert [o.name for o in tmp_path.iterdir()]==['fit00-epoch0003-batch0000004']
