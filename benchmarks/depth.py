@@ -3,6 +3,7 @@
     PJRT_DEVICE=CPU python benchmarks/depth.py [--depths 4,12,24] [--modes plain,grad_ckpt,scan,mark_step] [--dim 64] [--mesh fsdp=8]
 
 Each line is a process of its own on virtual cores, that trains a vision transformer sharded over them for a few steps. Times are XLA:CPU's, whose compiler is another than a TPU's; sizes are of the program as it is handed to the compiler (instructions) and the compiler's own account of temporary memory.
+All are those of the largest program of a step: with `mark_step` there are others, and the inputs of the blocks, which wait for the way back between programs, are not in its temporary memory.
 """
 import argparse, json, os, re, subprocess, sys, tempfile
 from pathlib import Path
