@@ -12,6 +12,7 @@ not_run = re.compile(r'^#\|\s*(eval:\s*false|notest|tpu|slow)\b', re.M)
 @pytest.mark.parametrize('path', notebooks, ids=[str(o.relative_to(nbs)) for o in notebooks])
 def test_notebook_runs(path, tmp_path, monkeypatch):
     monkeypatch.setenv('IN_TEST', '1')  # the cell that exports the notebook does nothing
+    monkeypatch.setenv('XLA_FLAGS', '--xla_backend_optimization_level=0')  # compiles three times as fast
     nb = nbformat.read(path, as_version=4)
     nb.cells = [o for o in nb.cells if not (o.cell_type=='code' and not_run.search(o.source))]
     NotebookClient(nb, timeout=600, startup_timeout=120, kernel_name='python3', resources={'metadata': {'path': str(tmp_path)}}).execute()
