@@ -1,7 +1,7 @@
 "Cases that need a process like no other: they run in groups, each group in a fresh process, by `python test_file.py <group> [case ...]`."
 import json, os, time, traceback
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import cached_property
 from tempfile import TemporaryDirectory
 
 from fresh import run
@@ -9,7 +9,6 @@ from fresh import run
 class Groups(dict):
     "The cases of the test file `file` by group and name; `env` gives the environment of a process"
     def __init__(self, file, env, at_once=None): self.file,self.env,self.at_once = file,env,at_once
-    __hash__ = object.__hash__
 
     @property
     def names(self): return [(g,o) for g,cases in self.items() for o in cases]
@@ -21,15 +20,14 @@ class Groups(dict):
             return f
         return _inner
 
-    @lru_cache(None)
+    @cached_property
     def _processes(self):
         pool = ThreadPoolExecutor(self.at_once or len(self))
         return {o: pool.submit(run, self.file, o, **self.env()) for o in self}
 
-    @lru_cache(None)
     def outcome(self, group):
         "{case: [error or None, seconds]}"
-        res = self._processes()[group].result()
+        res = self._processes[group].result()
         assert res.returncode==0, f'exit {res.returncode}\n{res.stdout}\n{res.stderr}'
         return json.loads(res.stdout.splitlines()[-1])
 
