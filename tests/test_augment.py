@@ -7,7 +7,7 @@ from fastai.vision.all import *
 from timm.data.mixup import Mixup as TimmMixup
 from timm.data.random_erasing import RandomErasing as TimmErasing
 from fastai_xla.all import *
-from fastai_xla.runtime import torch_xla, xm
+from fastai_xla.runtime.device import torch_xla, xm
 from fresh import run
 
 for _nm in [o for o in dir() if o.startswith('test')]: del globals()[_nm]   # fastcore's own would be collected as tests

@@ -4,7 +4,7 @@ import os, signal, sys, time
 import psutil, pytest, torch
 
 from fastai_xla.launch import *
-from fastai_xla.launch import _pack_error, _raise_error
+from fastai_xla.launch.wire import _pack_error, _raise_error
 from fastai_xla.runtime import world_size
 from fresh import repo, run
 
@@ -84,7 +84,7 @@ def test_kinds_of_device(kind, monkeypatch):
 @pytest.fixture
 def tpu(monkeypatch):
     "What `_layout` sees on TPU machines; the number of processes is torch_xla's own arithmetic"
-    import fastai_xla.launch as l
+    import fastai_xla.launch.pool as l
     def _set(chips, cores):
         monkeypatch.setattr(l, 'device_kind', lambda: 'TPU')
         monkeypatch.setattr(l, '_cores_here', lambda: cores)

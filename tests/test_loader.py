@@ -5,7 +5,7 @@ import pytest
 from torch.utils.data import DataLoader as TorchDL, IterableDataset
 from fastai.callback.data import PartialDL, WeightedDL
 from fastai.callback.training import ShortEpochCallback
-from fastai_xla.monitor import xla_counts
+from fastai_xla.runtime import xla_counts
 from synth import *
 
 def sent(dl, **kwargs): return XLADL(dl, DEVICE, **kwargs)

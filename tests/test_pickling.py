@@ -10,6 +10,7 @@ from fastai.callback.rnn import rnn_cbs
 from fastai.callback.schedule import SchedPoly
 from fastai.callback.training import GradientAccumulation, GradientClip
 from fastai_xla import patches
+from fastai_xla.patches import grads, travel
 
 def pickled(o): return pickle.loads(pickle.dumps(o))
 def cloudpickled(o): return pickle.loads(cloudpickle.dumps(o))
@@ -36,7 +37,7 @@ def without(owner, name):
 
 def equal(a, b): same(a, b, rtol=0, atol=0)
 
-def grads(learn): return [patches._grad(p) for p in learn.model.parameters()]
+def grads(learn): return [grads.grad_of(p) for p in learn.model.parameters()]
 
 def torch_opts(opt): return [opt.opt] if isinstance(opt, OptimWrapper) else []
 
@@ -243,7 +244,7 @@ def test_names_without_the_patch(owner, o):
     with without(owner, '__setstate__'): assert stand_ins(copy(o))
     assert not stand_ins(copy(o)) and not stand_ins(deepcopy(o)) and not stand_ins(pickled(o))
 
-def stand_ins(o): return [v for d in (vars(o), *[v for v in vars(o).values() if type(v) is dict]) for v in d.values() if isinstance(v, patches._ByValue)]
+def stand_ins(o): return [v for d in (vars(o), *[v for v in vars(o).values() if type(v) is dict]) for v in d.values() if isinstance(v, travel._ByValue)]
 
 def test_functions_stay_themselves():
     "What needs no help gets none: a copy and cloudpickle see the function itself, pickle writes a name where there is one"
@@ -448,6 +449,7 @@ replicas = '''
     from fastai.vision.all import *
     from fastai_xla.all import *
     from fastai_xla import patches
+from fastai_xla.patches import grads, travel
     from fastai_xla.virtual_cores import run_replicas
     opts = dict(Adam=Adam, ranger=partial(ranger, k=2), AdamW=partial(OptimWrapper, opt=torch.optim.AdamW))
     def train(opt_func, grads, step, dev):

@@ -4,9 +4,10 @@ import os, signal, subprocess, sys, threading, time
 import numpy as np, psutil, pytest, torch
 
 from fastai_xla.launch import *
-from fastai_xla.launch import _noted_interrupts, _start_process
-from fastai_xla.monitor import xla_counts
-from fastai_xla.runtime import rank, world_size, xm
+from fastai_xla.launch.pool import _noted_interrupts, _start_process
+from fastai_xla.runtime import xla_counts
+from fastai_xla.runtime import rank, world_size
+from fastai_xla.runtime.device import xm
 from fresh import repo
 
 @pytest.fixture(scope='module')
@@ -139,7 +140,7 @@ def test_large_tensors_and_arrays_are_shared_and_private(pool):
     assert t.data_ptr()==ptr
 
 def test_no_shared_memory_left(monkeypatch, pool):
-    import fastai_xla.launch as l
+    import fastai_xla.launch.pool as l
     def full(s): raise RuntimeError('No space left on device')
     monkeypatch.setattr(l, '_shared', full)
     with pytest.warns(UserWarning, match='2 MB are copied to each replica.*No space left'):

@@ -8,7 +8,8 @@ from torch.nn import functional as F
 from fastcore.all import noop
 from fastai.callback.rnn import RNNRegularizer
 from fastai_xla.all import XLADL, apply_patches, to_host, undo_patches, xla_device
-from fastai_xla.text import bucket_lens, pads_text
+from fastai_xla.data import bucket_lens
+from fastai_xla.models import pads_text
 from fastai.text.all import LMLearner, TensorImage, TfmdDL
 from text_models import DROPS, OPTS, TOLS, EpochCounts, assert_same, classifier, language_model, leaves, moved
 

@@ -32,8 +32,8 @@ def test_a_large_model_passes_through_the_host_in_pieces():
     "200 million parameters, 814 MB; the largest tensor has 17"
     code = """
     import psutil, torch
-    from fastai_xla.timm_models import mean_vit
-    from fastai_xla.deferred import materialize
+    from fastai_xla.models import mean_vit
+    from fastai_xla.models import materialize
     def used(): return psutil.Process().memory_info().rss/1e6
     model,seen = mean_vit(1024, 16, 16),{}
     before = used()

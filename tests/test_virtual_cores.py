@@ -18,7 +18,7 @@ case = groups.case
 
 def lib():
     "The modules that a case needs, with 8 virtual cores"
-    from fastai_xla import virtual_cores as vc
+    from fastai_xla.virtual_cores import replicas as vc
     vc.use_virtual_cores(8)
     return vc,vc.xm,vc.xr,vc.torch_xla
 
@@ -35,7 +35,7 @@ N,S,halves,evens = 8,28,[[0,1,2,3],[4,5,6,7]],[[0,2,4,6],[1,3,5,7]]
 @case('eight')
 def nothing_but_while_replicas_run():
     import torch, torch_xla
-    from fastai_xla import virtual_cores as vc
+    from fastai_xla.virtual_cores import replicas as vc
     from fastai_xla.patches import patches_in_force
     import torch_xla._internal.pjrt as pjrt, torch_xla.core.xla_model as xm
     def seen(): return {**vars(torch_xla._XLAC), **vars(xm), **vars(torch.Tensor), 'fork': os.fork, 'world': torch.distributed.distributed_c10d._world,
@@ -279,7 +279,7 @@ def fit(model, xs, ys, opt_func, after=lambda: None):
     return [o.item() for o in losses]
 
 def lib2():
-    from fastai_xla import virtual_cores as vc
+    from fastai_xla.virtual_cores import replicas as vc
     vc.use_virtual_cores(2)
     return vc,vc.xm,vc.xr,vc.torch_xla
 
@@ -630,7 +630,8 @@ def use_does_not_start_the_runtime():
 @case('plain')
 def one_device_changes_nothing():
     import torch
-    from fastai_xla.virtual_cores import use_virtual_cores, run_replicas, xr
+    from fastai_xla.runtime.device import xr
+    from fastai_xla.virtual_cores import use_virtual_cores, run_replicas
     from fastai_xla.patches import patches_in_force
     n = len(patches_in_force())
     use_virtual_cores(1)
@@ -640,7 +641,8 @@ def one_device_changes_nothing():
 @case('spmd')
 def spmd_process_is_refused():
     from fastai_xla.launch import tpu_launch
-    from fastai_xla.virtual_cores import run_replicas, xr
+    from fastai_xla.runtime.device import xr
+    from fastai_xla.virtual_cores import run_replicas
     xr.use_spmd()
     with pytest.raises(RuntimeError, match='This process uses SPMD.*restart Python'): run_replicas(print, n=2)
     with pytest.raises(RuntimeError, match='This process uses SPMD.*restart Python'): tpu_launch(print, n_cores=2)
@@ -649,7 +651,8 @@ def spmd_process_is_refused():
 def late_is_waited_for():
     "with as many devices as the environment asks for, whose settings are made good"
     import torch
-    from fastai_xla.virtual_cores import run_replicas, xm
+    from fastai_xla.runtime.device import xm
+    from fastai_xla.virtual_cores import run_replicas
     os.environ['CPU_NUM_DEVICES'] = '2'
     def f(r):
         x = xm.all_reduce('sum', torch.tensor([r+1.]).to('xla'))

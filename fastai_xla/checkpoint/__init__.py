@@ -1,0 +1,5 @@
+"Checkpoints that training goes on from."
+from .store import *
+from .sharded import *
+from .progress import *
+from .resume import *

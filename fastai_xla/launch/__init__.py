@@ -1,0 +1,4 @@
+"Processes, one for each chip."
+from .wire import *
+from .replica import *
+from .pool import *
