@@ -14,6 +14,12 @@ from html import escape
 class Table(list):
     "A list of rows that prints as a table; a subclass gives its `columns` and, if need be, `cells` and `notes`"
     columns = ()
+    def __init__(self,
+        rows=(), # The rows, as `cells` wants them
+        columns=None, # Names of the columns, if the class has none
+    ):
+        super().__init__(rows)
+        if columns is not None: self.columns = columns
 
     def cells(self):
         "One tuple of texts for each row"
