@@ -73,11 +73,11 @@ class House:
     def numbers(self): return {o.name: o.number for o in self.rooms}
 
     def number(self, module):
-        "Of a room; the highest of a chapter's; 100 for what is made of rooms; -1 for the package itself; None if there is no such module"
+        "Of a room; the highest of a chapter's; 98 for `all`, which only `cli` imports; -1 for the package itself; None if there is no such module"
         if module in ('','_modidx'): return -1
         if module in self.numbers: return self.numbers[module]
         if module in self.chapters: return max(o.number for o in self.chapters[module])
-        return 100 if module in self.modules else None
+        return 98 if module in self.modules else None
     def where(self, path, line=None): return str(path.relative_to(self.root)) + (f':{line}' if line else '')
     def tree(self, path): return ast.parse(path.read_text(encoding='utf-8'), str(path))
     def chapter_of(self, path):
