@@ -2,7 +2,7 @@
 
 The cases run in one fresh process, in their order: `python test_undo.py undo`. `python test_undo.py plain` trains with fastai alone.
 """
-import importlib, inspect, json, pkgutil, sys
+import ast, importlib, inspect, json, pkgutil, sys
 from functools import partial
 from types import ModuleType, SimpleNamespace
 
@@ -11,19 +11,18 @@ from cases import Groups
 from fresh import repo, run
 from house import House, patched
 
-groups = Groups(__file__, lambda: dict(PJRT_DEVICE='CPU', CPU_NUM_DEVICES=None, XLA_FLAGS='--xla_backend_optimization_level=0'))
+groups = Groups(__file__, lambda: dict(PYTHONPATH=str(repo), PJRT_DEVICE='CPU', CPU_NUM_DEVICES=None, XLA_FLAGS='--xla_backend_optimization_level=0'))
 case = groups.case
 seen = SimpleNamespace() # what one case leaves for the next
 house = House(repo)
 
 # ---- what there is
 
-watched = 'fastai','fastcore','torch','torch_xla','timm','plum','cloudpickle'
+watched = 'fastai','fastcore','fasttransform','fastprogress','torch','torchvision','torch_xla','timm','plum','cloudpickle'
 def is_watched(name): return name.split('.')[0] in watched
 
 def load_everything():
     "Import fastai, timm, torch, torch_xla, and each module of theirs that the package imports somewhere"
-    import ast
     names = ['fastai.vision.all','fastai.text.all','fastai.tabular.all','fastai.collab','timm','torch','torch_xla']
     import fastai.callback
     names += [f'fastai.callback.{o.name}' for o in pkgutil.iter_modules(fastai.callback.__path__)]
@@ -55,11 +54,10 @@ def differences(old, new):
     return [(new[k][1], f'{name}.{a}', v0, v1) for k,(name,_,was) in old.items() if k in new for a in sorted({*was, *new[k][2]}, key=str)
             if (v0 := was.get(a, missing)) is not (v1 := new[k][2].get(a, missing))]
 
-def made_by(o):
-    "The module that defines the function in `o`"
-    while isinstance(o, (partial, property, staticmethod, classmethod)): o = o.func if isinstance(o, partial) else getattr(o, 'fget', None) or o.__func__
-    return getattr(o, '__globals__', {}).get('__name__') or getattr(o, '__module__', None) or ''
-def is_ours(o): return str(made_by(o)).split('.')[0]=='fastai_xla'
+def is_ours(o):
+    "Is the function or property `o` defined in the package?"
+    o = getattr(o, 'fget', None) or getattr(o, '__func__', None) or o
+    return str(getattr(o, '__module__', '')).split('.')[0]=='fastai_xla'
 
 def is_addition(owner, name, v0, v1):
     "Is this a name that was not there before: a method that the package gives to Learner, or a module that has been imported meanwhile?"
@@ -103,9 +101,8 @@ def everything_is_the_original_again():
     for o in house.rooms: importlib.import_module(f'fastai_xla.{o.name}')
     seen.ours = snapshot()
     replaced = [o for o in differences(seen.before, seen.ours) if not is_addition(*o)]
-    owners = {id(o.owner) for o in patches_in_force()}
     strangers = [o for o in patches_in_force() if id(o.owner) not in seen.before]
-    assert replaced and not strangers, f'not among what is compared: {strangers}'
+    assert replaced and not strangers, f'not among what is compared, add their packages to `watched`: {strangers}'
     unsaid = [o for o in replaced if (id(o[0]), o[1].split('.')[-1]) not in {(id(p.owner), p.name) for p in patches_in_force()}]
     undo_patches()
     left = [o for o in differences(seen.before, snapshot()) if not is_addition(*o)]
@@ -116,6 +113,7 @@ def everything_is_the_original_again():
 @case('undo')
 def undone_once_more_is_no_change():
     from fastai_xla.patches import undo_patches
+    undo_patches()
     before = snapshot()
     undo_patches()
     diffs = differences(before, snapshot())
