@@ -152,7 +152,10 @@ def origin(f):
     return registry.__name__[len(lib)+1:]
 patches = [dict(owner=f"{getattr(p.owner, '__module__', '')}.{p.owner.__qualname__}" if isinstance(p.owner, type) else p.owner.__name__,
                 name=p.name, kind=kind(p.owner), origin=origin(p.new)) for p in found]
-print(json.dumps(dict(public=public, chapters={k: getattr(m, '__all__', None) for k,m in chapters.items()}, hidden=hidden, other=other,
+def names(m):
+    "`__all__`; without one, what is public in the chapter `m` but its rooms"
+    return getattr(m, '__all__', None) or [k for k,v in vars(m).items() if k[0]!='_' and not getattr(v, '__name__', '').startswith(f'{m.__name__}.')]
+print(json.dumps(dict(public=public, chapters={k: names(m) for k,m in chapters.items()}, hidden=hidden, other=other,
                       patches=patches, taken=taken)))
 '''
 
@@ -323,22 +326,19 @@ def sizes(house):
 
 @rule
 def public_names(house):
-    "A chapter's `__all__` is the public names of its rooms, and `all.py` has those of every room but `cli`, in the order of their numbers"
+    "A chapter's public names (its `__all__`, if it has one) are those of its rooms, and `all.py` has those of every room but `cli`, in the order of their numbers"
     res,facts = [],house.facts
     for o in sorted(p for p in house.package.rglob('*') if p.is_dir() and any(p.glob('*.py'))):
         if not (o/'__init__.py').exists(): res.append(f'{house.where(o)}: no __init__.py; write one with the public names of its rooms')
     if 'error' in facts: return res + [f"{house.lib}: it cannot be imported: {facts['error']}"]
     for chapter,rooms in house.chapters.items():
         at,got = house.where(house.package/chapter/'__init__.py'),facts['chapters'][chapter]
-        if got is None:
-            res.append(f'{at}: no __all__; list the public names of its rooms')
-            continue
         wanted = [nm for o in rooms for nm in facts['public'][o.name]]
-        res += [f'{at}: {o} is in __all__ but of no room; remove it' for o in sorted({*got}-{*wanted})]
-        res += [f'{at}: {o} is public in a room but not in __all__; add it' for o in sorted({*wanted}-{*got})]
-        res += [f'{at}: {o} is {n} times in __all__ or in the rooms; keep one' for o in sorted({*got}) if (n := max(got.count(o), wanted.count(o)))>1]
+        res += [f'{at}: {o} is public here but in no room; remove it, or leave it out of __all__' for o in sorted({*got}-{*wanted})]
+        res += [f'{at}: {o} is public in a room but not here; import it, and add it to __all__ if there is one' for o in sorted({*wanted}-{*got})]
+        res += [f'{at}: {o} is {n} times in __all__ or public in several rooms; keep one' for o in sorted({*got}) if (n := max(got.count(o), wanted.count(o)))>1]
     res += [f'{house.where(house.modules[k])}: {nm} is private and in __all__; export it by #| exporti' for k,v in facts['public'].items() for nm in v if is_private(nm)]
-    res += [f'{house.lib}/{c}/__init__.py: {nm} is not that of {k}; import it from there, after what hides it' for c,k,nm in facts['other'] if facts['chapters'][c]]
+    res += [f'{house.lib}/{c}/__init__.py: {nm} is not that of {k}; import it from there' for c,k,nm in facts['other']]
     res += [f'{house.lib}/all.py: {nm} of {k} is missing or hidden by another; import it, or rename one of them' for k,nm in facts['hidden']]
     wanted = [o.name for o in house.rooms if o.name!='cli']
     got = [r.name for o in house.imports(house.package/'all.py') for r in house.chapters.get(o.module, [SimpleNamespace(name=o.module)])]
