@@ -135,7 +135,8 @@ everything = importlib.import_module(f'{lib}.all')
 rooms,chapters = [{o: importlib.import_module(f'{lib}.{o}') for o in about[k]} for k in ('rooms','chapters')]
 public = {k: list(getattr(m, '__all__', [])) for k,m in rooms.items()}
 hidden = [(k, nm) for k,m in rooms.items() if k!='cli' for nm in public[k] if getattr(everything, nm, None) is not getattr(m, nm)]
-other = [(c, k, nm) for c,m in chapters.items() for k in rooms if k.startswith(f'{c}.') for nm in public[k] if getattr(m, nm, None) is not getattr(rooms[k], nm)]
+other = [(c, k, nm) for c,m in chapters.items() for k in rooms if k.startswith(f'{c}.') for nm in public[k]
+         if getattr(m, nm, None) is not getattr(rooms[k], nm)]
 
 registry = rooms.get('patches.registry') or rooms.get('patches')
 found = list(getattr(registry, '_patches', None) or registry.patches_in_force()) if registry else []
@@ -239,7 +240,8 @@ def foreign_names(house, tree, nodes):
         if isinstance(o, ast.Call) and tail(o.func)=='getattr' and o.args: return refers(o.args[0])
         return bool((c := dotted(o)) and is_foreign(c[0]))
     for o in nodes:
-        pairs = [(t, o.value) for t in o.targets] if isinstance(o, ast.Assign) else [(o.target, o.iter)] if isinstance(o, (ast.For, ast.comprehension)) else []
+        if isinstance(o, ast.Assign): pairs = [(t, o.value) for t in o.targets]
+        else: pairs = [(o.target, o.iter)] if isinstance(o, (ast.For, ast.comprehension)) else []
         for t,v in pairs:
             names = _names(t) if isinstance(t, (ast.Name, ast.Tuple, ast.List)) else []
             (res if refers(v) else own).update(names)
@@ -247,7 +249,8 @@ def foreign_names(house, tree, nodes):
 
 def _changed(o):
     "What a statement assigns to, deletes, or changes by setattr: expressions for the changed object"
-    targets = o.targets if isinstance(o, (ast.Assign, ast.Delete)) else [o.target] if isinstance(o, ast.AugAssign) or isinstance(o, ast.AnnAssign) and o.value else []
+    if isinstance(o, (ast.Assign, ast.Delete)): targets = o.targets
+    else: targets = [o.target] if isinstance(o, ast.AugAssign) or isinstance(o, ast.AnnAssign) and o.value else []
     flat = [e for t in targets for e in (t.elts if isinstance(t, (ast.Tuple, ast.List)) else [t])]
     res = [t.value for t in flat if isinstance(t, (ast.Attribute, ast.Subscript))]
     return res + ([o.args[0]] if isinstance(o, ast.Call) and tail(o.func) in ('setattr','delattr') and o.args else [])
@@ -276,11 +279,12 @@ def patches(house):
         refers = foreign_names(house, tree, nodes)
         for o in ast.walk(tree):
             if isinstance(o, ast.Call) and tail(o.func) in ('replaces','_replaces','Patch'):
-                res.append(f'{house.where(path, o.lineno)}: {tail(o.func)}({ast.unparse(o.args[0]) if o.args else ""}...) replaces for the whole process; '
-                           'move it to patches/, or lend it through Loans')
+                call = f'{tail(o.func)}({ast.unparse(o.args[0]) if o.args else ""}...)'
+                res.append(f'{house.where(path, o.lineno)}: {call} replaces for the whole process; move it to patches/, or lend it through Loans')
         for o in nodes:
             for t in _changed(o):
-                if refers(t): res.append(f'{house.where(path, o.lineno)}: {ast.unparse(o).splitlines()[0][:60]} changes another package when it is imported; '
+                what = ast.unparse(o).splitlines()[0][:60]
+                if refers(t): res.append(f'{house.where(path, o.lineno)}: {what} changes another package when it is imported; '
                                          'make it a Patch in patches/, or lend it through Loans')
     for o in patched(house):
         if o.cls!='Learner' and house.chapter_of(o.path)!='patches':
@@ -294,11 +298,14 @@ def replacements(house):
     if 'error' in facts: return [f"{house.lib}: it cannot be imported: {facts['error']}"]
     found,res = facts['patches'],[]
     if len(found)>MAX['replacements']:
-        res.append(f"{house.lib}/patches: {len(found)} replacements for the whole process, at most {MAX['replacements']}; lend what one Learner needs through Loans")
+        res.append(f"{house.lib}/patches: {len(found)} replacements for the whole process, at most {MAX['replacements']}; "
+                   "lend what one Learner needs through Loans")
     for o in found:
-        if o['kind']: res.append(f"{house.lib}/{o['origin'].replace('.','/')}.py: {o['owner']}.{o['name']} is replaced on a class of {o['kind']}s; lend it to one object through Loans")
+        at = f"{house.lib}/{o['origin'].replace('.','/')}.py"
+        if o['kind']: res.append(f"{at}: {o['owner']}.{o['name']} is replaced on a class of {o['kind']}s; lend it to one object through Loans")
     by = {o.name: o for o in patched(house)}
-    return res + [f'{house.where(by[o].path, by[o].line)}: Learner had a {o} before; give the method another name, or make it a Patch' for o in facts['taken']]
+    return res + [f'{house.where(by[o].path, by[o].line)}: Learner had a {o} before; give the method another name, or make it a Patch'
+                  for o in facts['taken']]
 
 def room_lines(path):
     "The non-blank lines of a module, without nbdev's own comments"
@@ -314,19 +321,21 @@ def sizes(house):
         for o in code(load(room.nb)):
             lines = [l for l in src(o).splitlines() if not l.startswith('#|')]
             if is_exported(src(o)) and n_filled(lines)>MAX['cell']:
-                res.append(f"{house.where(room.nb)}#{o['id']}: a cell of {n_filled(lines)} lines, at most {MAX['cell']}; split it, with a sentence before each part")
+                res.append(f"{house.where(room.nb)}#{o['id']}: a cell of {n_filled(lines)} lines, at most {MAX['cell']}; "
+                           "split it, with a sentence before each part")
     for path in house.modules.values():
         lines = path.read_text(encoding='utf-8').splitlines()
         for o in ast.walk(house.tree(path)):
             n = n_filled(lines[o.lineno-1:o.end_lineno]) if isinstance(o, ast.ClassDef) else 0
-            if n>MAX['klass']: res.append(f"{house.where(path, o.lineno)}: class {o.name} of {n} lines, at most {MAX['klass']}; give a part of its job to another class or to functions")
+            if n>MAX['klass']: res.append(f"{house.where(path, o.lineno)}: class {o.name} of {n} lines, at most {MAX['klass']}; "
+                                          "give a part of its job to another class or to functions")
         for i,o in enumerate(lines, 1):
             if len(o)>MAX['line']: res.append(f"{house.where(path, i)}: a line of {len(o)} characters, at most {MAX['line']}; break it")
     return res
 
 @rule
 def public_names(house):
-    "A chapter's public names (its `__all__`, if it has one) are those of its rooms, and `all.py` has those of every room but `cli`, in the order of their numbers"
+    "A chapter's public names (its `__all__`, if it has one) are those of its rooms; `all.py` has those of every room but `cli`, in order"
     res,facts = [],house.facts
     for o in sorted(p for p in house.package.rglob('*') if p.is_dir() and any(p.glob('*.py'))):
         if not (o/'__init__.py').exists(): res.append(f'{house.where(o)}: no __init__.py; write one with the public names of its rooms')
@@ -336,8 +345,10 @@ def public_names(house):
         wanted = [nm for o in rooms for nm in facts['public'][o.name]]
         res += [f'{at}: {o} is public here but in no room; remove it, or leave it out of __all__' for o in sorted({*got}-{*wanted})]
         res += [f'{at}: {o} is public in a room but not here; import it, and add it to __all__ if there is one' for o in sorted({*wanted}-{*got})]
-        res += [f'{at}: {o} is {n} times in __all__ or public in several rooms; keep one' for o in sorted({*got}) if (n := max(got.count(o), wanted.count(o)))>1]
-    res += [f'{house.where(house.modules[k])}: {nm} is private and in __all__; export it by #| exporti' for k,v in facts['public'].items() for nm in v if is_private(nm)]
+        res += [f'{at}: {o} is {n} times in __all__ or public in several rooms; keep one'
+                for o in sorted({*got}) if (n := max(got.count(o), wanted.count(o)))>1]
+    res += [f'{house.where(house.modules[k])}: {nm} is private and in __all__; export it by #| exporti'
+            for k,v in facts['public'].items() for nm in v if is_private(nm)]
     res += [f'{house.lib}/{c}/__init__.py: {nm} is not that of {k}; import it from there' for c,k,nm in facts['other']]
     res += [f'{house.lib}/all.py: {nm} of {k} is missing or hidden by another; import it, or rename one of them' for k,nm in facts['hidden']]
     wanted = [o.name for o in house.rooms if o.name!='cli']
@@ -354,7 +365,8 @@ def asserts(text):
     "Does a cell assert something: `assert`, `test_eq(...)` and its like?"
     tree = parse(text)
     if tree is None: return bool(re.search(r'\bassert\b|\btest_\w+\(', text))
-    return any(isinstance(o, ast.Assert) or isinstance(o, ast.Call) and re.match(r'(test_|assert_|ExceptionExpected$)', tail(o.func) or '') for o in ast.walk(tree))
+    return any(isinstance(o, ast.Assert) or isinstance(o, ast.Call) and re.match(r'(test_|assert_|ExceptionExpected$)', tail(o.func) or '')
+               for o in ast.walk(tree))
 
 def asserted(nb):
     "For each exported cell of a notebook that defines something: its id, and whether one of the next cells is an example with an assertion"
@@ -369,14 +381,16 @@ def examples(house):
     """What a room defines is shown by an example with an assertion close by.
 
     Counted as the authors of fastcore are counted: of the exported cells that define a function or class, public or not, the share with
-    an assertion within the next four cells, markdown included (assertions in exported cells are not examples). At least 85% of all, and half in each room.
+    an assertion within the next four cells, markdown included (assertions in exported cells are not examples). At least 85% of all,
+    and half in each room.
     """
     found = {o.name: (o, [*asserted(load(o.nb))]) for o in house.rooms}
     res,every = [],[ok for _,v in found.values() for _,ok in v]
     for room,cells in found.values():
         bad = [id for id,ok in cells if not ok]
         if cells and 1-len(bad)/len(cells)<SHARE['room']:
-            res.append(f"{house.where(room.nb)}: {len(bad)} of {len(cells)} cells that define something have no assertion within {SHARE['within']} cells; give examples to {', '.join(bad)}")
+            res.append(f"{house.where(room.nb)}: {len(bad)} of {len(cells)} cells that define something have no assertion "
+                       f"within {SHARE['within']} cells; give examples to {', '.join(bad)}")
     share = sum(every)/max(len(every), 1)
     if every and share<SHARE['all']:
         bad = [f'{nm}#{id}' for nm,(_,v) in found.items() for id,ok in v if not ok]

@@ -4,6 +4,7 @@ The cases run in one fresh process, in their order: `python test_undo.py undo`. 
 """
 import ast, importlib, inspect, json, pkgutil, sys
 from functools import partial
+from itertools import count
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -150,8 +151,9 @@ def stacked_patches_are_undone_last_to_first():
     replaces = getattr(registry, 'replaces', None) or registry._replaces
     def over(owner, name, f):
         needed = [p for p in [*inspect.signature(replaces).parameters.values()][2:] if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+        f.__qualname__ = f'stacked_{next(number)}' # one function replaces itself when its cell is run again
         return replaces(owner, name, **{p.name: 'of this test' for p in needed})(f)
-    original = vars(Dummy)['f']
+    original,number = vars(Dummy)['f'],count()
     for o in ('first','second','third'): over(Dummy, 'f', lambda old, self, o=o: old(self)+[o])
     over(Child, 'f', lambda old, self: old(self)+['child'])
     over(Dummy, 'g', lambda old, self: old)

@@ -72,7 +72,8 @@ def style(h, chkstyle, n=2):
     "Findings by kind, the most frequent first, with `n` examples"
     by = defaultdict(list)
     for rule,at,what in findings(h, chkstyle) or []: by[rule].append(f'{at}: {what}')
-    return '\n'.join(f'{len(v):4} {k}\n' + '\n'.join(f'       {o}' for o in v[::max(1, len(v)//n)][:n]) for k,v in sorted(by.items(), key=lambda o: -len(o[1])))
+    return '\n'.join('\n'.join([f'{len(v):4} {k}', *(f'       {o}' for o in v[::max(1, len(v)//n)][:n])])
+                     for k,v in sorted(by.items(), key=lambda o: -len(o[1])))
 
 def main():
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
