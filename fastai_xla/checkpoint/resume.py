@@ -10,7 +10,8 @@ __all__ = ['TPUCheckpoint', 'resume_from']
 # %% ../../nbs/83_checkpoint.resume.ipynb #imports
 import pickle, signal, threading, uuid
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from types import SimpleNamespace
 from fastcore.all import patch
 from ..runtime.device import xla_device, xm
 from ..runtime.ranks import from_main, gather_objects, is_main, rank, world_size
@@ -38,12 +39,6 @@ def _noted_signals(cb):
         for s,f in old.items(): signal.signal(s, f)
 
 # %% ../../nbs/83_checkpoint.resume.ipynb #callback
-@dataclass
-class _Run:
-    "The training that a Learner is in"
-    id:str=field(default_factory=lambda: uuid.uuid4().hex)
-    fits:int=0 # Fits that are done
-
 class TPUCheckpoint(XLACallback):
     "Writes checkpoints from which a training that was killed goes on"
     order = 900
@@ -62,7 +57,7 @@ class TPUCheckpoint(XLACallback):
     @property
     def run_record(self):
         "The training that this Learner is in: its id, and the number of its fits that are done"
-        return vars(self.learn).setdefault('checkpoint_run', _Run())
+        return vars(self.learn).setdefault('checkpoint_run', SimpleNamespace(id=uuid.uuid4().hex, fits=0))
 
     def takes(self, phase):
         if phase=='fit': return not hasattr(self.learn, 'lr_finder')
