@@ -30,7 +30,8 @@ def xla_friendly(
     "`model`, set so that XLA compiles it once and runs all of it on the device; weights stay, but for a resampled position embedding"
     if img_size is not None:
         if not hasattr(model, 'set_input_size'):
-            raise ValueError(f"{type(model).__name__} has no position embedding to resample for `img_size`: leave it out, or give the size to `timm.create_model`.")
+            raise ValueError(f"{type(model).__name__} has no position embedding to resample for `img_size`: "
+                             "leave it out, or give the size to `timm.create_model`.")
         model.set_input_size(img_size=img_size)
     for m in model.modules():
         if getattr(m, 'fused_attn', False): m.fused_attn = False
