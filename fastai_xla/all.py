@@ -12,6 +12,7 @@ from .patches.ops import *
 from .patches.augment import *
 from .patches.mix import *
 from .patches.spmd import *
+from .patches.text import *
 from .data.rng import *
 from .data.placement import *
 from .data.shapes import *

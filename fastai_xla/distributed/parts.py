@@ -17,6 +17,7 @@ from ..runtime.device import xm
 from ..runtime.ranks import world_size
 from ..runtime.transfer import to_host
 from ..patches.grads import remember_zeros
+from ..models.repeats import repeated_blocks
 from ..train.move import param_slots
 
 # %% ../../nbs/62_distributed.parts.ipynb #options
@@ -40,12 +41,6 @@ def fsdp_options(
     return res
 
 # %% ../../nbs/62_distributed.parts.ipynb #blocks
-def _holds_blocks(m): return isinstance(m, (nn.Sequential, nn.ModuleList))
-
-def _is_block(m): return any(True for _ in m.children()) and any(True for _ in m.parameters())
-
-def _all_blocks(model): return [c for m in model.modules() if _holds_blocks(m) for c in m.children() if _is_block(c)]
-
 def fsdp_blocks(
     model:nn.Module,
     wrap=None, # Classes of modules, () for none; None: the innermost blocks
@@ -53,7 +48,7 @@ def fsdp_blocks(
     "The modules of `model` that are gathered as one, without those inside of another"
     if wrap is not None: found = [m for m in model.modules() if m is not model and isinstance(m, tuple(L(wrap)))]
     else:
-        found = [m for m in _all_blocks(model) if isinstance(m, nn.Module) and type(m).forward is not nn.Module.forward]
+        found = [m for m in repeated_blocks(model) if any(True for _ in m.parameters()) and type(m).forward is not nn.Module.forward]
         found = [m for m in found if not any(o in found for o in list(m.modules())[1:])]
     inner = {o for m in found for o in list(m.modules())[1:]}
     return list(dict.fromkeys(m for m in found if m not in inner))

@@ -8,7 +8,6 @@ Docs: https://fastai-xla.github.io/fastai_xla/distributed.trainer.html.md"""
 __all__ = ['GradientReducer', 'TPUDistributedTrainer']
 
 # %% ../../nbs/64_distributed.trainer.ipynb #imports
-from functools import partial
 import torch
 from fastai.basics import Callback, GatherPredsCallback, TfmdDL, to_float
 from fastai.callback.training import GradientAccumulation
@@ -16,7 +15,7 @@ from fastcore.all import L
 from ..runtime.device import torch_xla, xm
 from ..runtime.ranks import broadcast, broadcast_from_host, from_main, gather_objects, is_main, rank, world_size
 from ..data.rng import base_seed, kept_rng
-from ..models.norms import batch_norms, float_norm, global_norm, running_stats
+from ..models.norms import lend_float_norms, lend_global_norms, running_stats
 from ..train.move import move_learner
 from ..train.state import is_display, model_tensors
 from ..train.meters import DeviceMetric
@@ -97,11 +96,11 @@ class TPUDistributedTrainer(TPUTrainer):
         super().before_train()
         if self.fsdp: self._check_fsdp()
         if len(self.dl)==0: raise ValueError(f"The {world_size()} ranks share {len(self.dl.dl)} batches, which cannot be split: a stream must have at least one for each rank.")
-        for m in batch_norms(self.model) if self.sync_bn is True and world_size()>1 else []: m.forward = partial(global_norm, m)
+        if self.sync_bn is True and world_size()>1: lend_global_norms(self.model, self.loans)
 
     def _start(self, pad):
         super()._start(pad)
-        for m in batch_norms(self.model) if self.fsdp and self.fsdp.is_half else []: m.forward = partial(float_norm, m)
+        if self.fsdp and self.fsdp.is_half: lend_float_norms(self.model, self.loans)
         rec = getattr(self.learn, 'recorder', None)
         mets = [] if rec is None else rec._valid_mets if pad else rec._train_mets
         self._meters = [m for m in mets if isinstance(m, DeviceMetric) and m.synced]
@@ -182,7 +181,3 @@ class TPUDistributedTrainer(TPUTrainer):
         if self.fsdp: self.fsdp.unwrap(self.learn)
 
     def whole(self): return self.fsdp.unwrapped(self.learn) if self.fsdp else super().whole()
-
-    def release(self):
-        super().release()
-        for m in batch_norms(self.learn.model): m.__dict__.pop('forward', None)

@@ -11,11 +11,11 @@ __all__ = ['BlockMarker']
 from ..launch.pool import current_pool
 import math, os
 
-from torch import nn
 from ..runtime.device import device_kind, n_cores, require_xla, runtime_started, torch_xla, xr
 from ..runtime.transfer import on_xla, send, tensors_of
 from ..patches.spmd import _read_patches
 from ..models.deferred import materialize
+from ..models.repeats import repeated_blocks
 from ..train.move import learner_modules, opt_states, repoint_opt
 from ..virtual_cores.replicas import put_in_force
 from .rules import infer_sharding
@@ -89,16 +89,12 @@ def _place(learn, mesh, rules):
     _mark_state(_state_tensors(learn.opt), ops, whole)
 
 # %% ../../nbs/71_sharding.place.ipynb #blocks
-def _blocks(model):
-    "The parts that models repeat: children with children of their own of each `Sequential` and `ModuleList`"
-    return [c for m in model.modules() if isinstance(m, (nn.Sequential, nn.ModuleList)) for c in m if any(True for _ in c.children())]
-
 class BlockMarker:
     "A forward hook that spreads what a block makes of `n` samples like the batch"
     def __init__(self, mesh): self.mesh,self.n,self.handles,self.specs = mesh,0,[],{}
     def attach(self, model):
         self.detach()
-        self.handles = [o.register_forward_hook(self) for o in _blocks(model)]
+        self.handles = [o.register_forward_hook(self) for o in repeated_blocks(model)]
     def detach(self):
         for h in self.handles: h.remove()
         self.handles = []

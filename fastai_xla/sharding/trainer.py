@@ -15,11 +15,10 @@ from fastcore.all import patch
 from ..runtime.device import xla_device
 from ..runtime.transfer import tensors_of
 from ..data.loader import XLADL
-from ..models.norms import _norm_patches, _withdraw
+from ..models.norms import partition_norms
 from ..models.blocks import BlockRunner
 from ..train.move import learner_modules, move_learner
 from ..train.trainer import remove_trainers, TPUTrainer
-from ..virtual_cores.replicas import put_in_force
 from .rules import infer_sharding, make_mesh, TPUMesh
 from .place import BlockMarker, _check_process, _make_in_place, _mark_state, _n_devices, _param_ops, _param_specs, _place
 from .place import _state_tensors, _use_spmd
@@ -66,7 +65,7 @@ class TPUShardedTrainer(TPUTrainer):
         for o in self.learn._grab_cbs(BlockRunner)+[self.runner]:
             if o: o.marker = self.blocks
         if self.runner: self.runner.start(self.model)
-        for p in _norm_patches() if self.partition_norms else (): put_in_force(p)
+        if self.partition_norms: partition_norms(self.loans)
 
     def before_batch(self): self.blocks.n = next((len(t) for t in tensors_of(list(self.xb)) if t.ndim), 0)
 
@@ -89,7 +88,6 @@ class TPUShardedTrainer(TPUTrainer):
         super().release()
         if self.runner: self.runner.release()
         self.blocks.detach()
-        _withdraw(_norm_patches())
 
 # %% ../../nbs/72_sharding.trainer.ipynb #to-tpu-sharded
 @patch

@@ -13,12 +13,14 @@ import torch
 from fastai.basics import CancelBatchException, CancelFitException
 from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.progress import ProgressCallback
+from fastai.callback.rnn import RNNRegularizer
 from fastai.callback.schedule import LRFinder, ParamScheduler
 from fastai.callback.training import GradientAccumulation
 from fastcore.all import L
 from ..runtime.ranks import world_size
 from ..runtime.transfer import on_xla
 from ..patches.registry import replaces
+from ..models.text import kept_positions, mean_over, text_encoder
 from .meters import PendingLoss
 
 # %% ../../nbs/45_train.stand_ins.ipynb #amp
@@ -88,3 +90,12 @@ def _lr_find_after_batch(old, self):
     if world_size()>1 or at_end: meter.queue.flush_for_us()
     if self.diverged: _drop_after(self, self.diverged['count'], meter.metric, self.diverged)
     if self.diverged or at_end: raise CancelFitException
+
+# %% ../../nbs/45_train.stand_ins.ipynb #regularizer
+@replaces(RNNRegularizer, 'after_loss', 'fastai 2.8', 'its means would count the padding that makes lengths equal')
+def _regularize(old, self):
+    enc = text_encoder(self.model) if self.training else None
+    if enc is None or not on_xla(self.x): return old(self)
+    keep,h = kept_positions(enc, self.x),self.rnn.raw_out
+    if self.alpha: self.learn.loss_grad += self.alpha * mean_over(keep, self.rnn.out.float().pow(2))
+    if self.beta and len(h)>1: self.learn.loss_grad += self.beta * mean_over(keep[1:] & keep[:-1], (h[:,1:]-h[:,:-1]).float().pow(2))

@@ -9,6 +9,7 @@ __all__ = ['stock_metric', 'settled', 'TPUTrainer', 'remove_trainers', 'drop_bat
 
 # %% ../../nbs/48_train.trainer.ipynb #imports
 from ..patches.learner import XLACallback
+from ..patches.registry import Loans
 from contextlib import contextmanager
 from functools import partial
 from fastai.basics import Learner, noop, TrainEvalCallback
@@ -19,7 +20,8 @@ from ..runtime.counts import xla_counts
 from ..data.rng import base_seed
 from ..data.placement import TfmPlacement
 from ..data.loader import XLADL
-from ..models.text import pads_text
+from ..models.text import lend_text, pads_text
+from ..models.timm import lend_timm
 from .move import move_learner
 from .optimizer import make_state_ahead
 from .meters import device_metric, DeviceMetric, HostQueue
@@ -53,6 +55,7 @@ class TPUTrainer(XLACallback):
     ):
         TfmPlacement(None, batch_tfms)
         self.batch_tfms,self.queue,self._dls,self._told,self._since = batch_tfms,HostQueue(fetch_every),None,False,None
+        self.loans = Loans()
 
     @property
     def tfm_placement(self): return TfmPlacement(getattr(self.dls.train, 'after_batch', None), self.batch_tfms)
@@ -74,6 +77,8 @@ class TPUTrainer(XLACallback):
 
     def _start(self, pad):
         self._hold()
+        lend_text(self.model, self.loans)
+        lend_timm(self.model, self.loans)
         _map_meters(self.learn, partial(device_metric, queue=self.queue))
         self.learn.dl = self._loader(self.dl, batch_tfms=self.batch_tfms, pad=pad, pad_text=pads_text(self.model), on_end=self.release)
 
@@ -116,6 +121,7 @@ class TPUTrainer(XLACallback):
     def release(self):
         "Give the Learner back what `before_fit` and `before_train` changed"
         self._return_device()
+        self.loans.give_back()
         self.queue.flush_for_us()
         _settle_losses(self.learn)
         _map_meters(self.learn, stock_metric)
