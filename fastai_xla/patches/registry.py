@@ -27,10 +27,11 @@ class Patch:
         versions:str, # Where the fault was seen
     ):
         store_attr()
-        self.in_force = False
+        self.in_force = self.wanted = False
 
     def apply(self):
-        "Put `new` in the place of what is there now"
+        "Put `new` in the place of what is there now, from here on also by `apply_patches`"
+        self.wanted = True
         if self.in_force: return
         self.old = vars(self.owner).get(self.name, _missing)
         setattr(self.owner, self.name, self.new)
@@ -57,6 +58,7 @@ def replaces(
     name:str, # The function's name there
     versions:str, # Where the fault was seen, or its upstream issue
     why:str, # The fault without it
+    apply:bool=True, # At once? Else when its `apply` is called
 ):
     "Decorator: `f(old, *args)` takes the place of `owner.name`; `old` is None where there is none"
     def _inner(f):
@@ -66,8 +68,9 @@ def replaces(
         def new(*args, **kwargs): return f(old, *args, **kwargs)
         if op := _find_builtin(old): _register_builtin(new, op)
         update_wrapper(new, old or f).maker = maker
-        _patches.append(Patch(owner, name, new, why, versions))
-        _patches[-1].apply()
+        new.patch = Patch(owner, name, new, why, versions)
+        _patches.append(new.patch)
+        if apply: new.patch.apply()
         return new
     return _inner
 
@@ -86,7 +89,7 @@ def undo_patches():
 
 def apply_patches():
     "Replace again what `undo_patches` put back"
-    for p in _patches: p.apply()
+    for p in _patches.filter(lambda p: p.wanted): p.apply()
 
 # %% ../../nbs/10_patches.registry.ipynb #loans
 def _own(owner, name):
