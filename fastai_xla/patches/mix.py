@@ -71,7 +71,8 @@ def _mix_some(n_each, old, self, x):
     if not on_xla(x): return old(self, x)
     return _mix(self, x, *self._params_per_elem(len(x)//n_each))[:,None]
 
-for _name,_n_each in (('_mix_elem',1), ('_mix_pair',2)): replaces(tmix.Mixup, _name, 'timm 1.0', 'each rectangle was compiled')(partial(_mix_some, _n_each))
+for _name,_n_each in (('_mix_elem',1), ('_mix_pair',2)):
+    replaces(tmix.Mixup, _name, 'timm 1.0', 'each rectangle was compiled')(partial(_mix_some, _n_each))
 
 @replaces(tmix.Mixup, '_mix_batch', 'timm 1.0', 'each rectangle was compiled, and a batch that was not mixed')
 def _mix_batch(old, self, x):

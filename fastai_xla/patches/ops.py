@@ -26,7 +26,8 @@ def _batch_norm(old, input, weight, bias, running_mean, running_var, training, *
     return res
 
 # %% ../../nbs/14_patches.ops.ipynb #dispatch
-@replaces(plum.Function, '_resolve_method_with_cache', 'plum-dispatch 2.9, Python 3.11; the error comes from beartype/plum 113', 'half-transformed batches stayed alive until the garbage collector ran, and XLA compiled the step again with and without them')
+@replaces(plum.Function, '_resolve_method_with_cache', 'plum-dispatch 2.9 with Python 3.11',
+          'half-transformed batches stayed alive until the garbage collector ran, and XLA compiled the step again with and without them')
 def _resolve_method_with_cache(old, self, *args, **kwargs):
     try: return old(self, *args, **kwargs)
     except plum.NotFoundLookupError as e:
@@ -106,7 +107,7 @@ def _grid_sampler(old, input, grid, mode, padding_mode, align_corners):
     if not (on_xla(input) and input.ndim==4 and mode<2): return old(input, grid, mode, padding_mode, align_corners)
     return grid_sample_xla(input, grid, ('bilinear','nearest')[mode], ('zeros','border','reflection')[padding_mode], align_corners)
 
-@replaces(torch, 'affine_grid_generator', 'torch_xla 2.8-2.9', 'a float32 matrix product, which a TPU rounds to bfloat16: coordinates were off by up to half a pixel at 384')
+@replaces(torch, 'affine_grid_generator', 'torch_xla 2.8-2.9', 'a TPU rounds a float32 matrix product to bfloat16: coordinates were off by half a pixel at 384')
 def _affine_grid_generator(old, theta, size, align_corners):
     if not (on_xla(theta) and len(size)==4): return old(theta, size, align_corners)
     y,x = [pixel_line(n, align_corners, theta.device) for n in size[-2:]]
@@ -174,7 +175,7 @@ def _layers(x, starts, weights, n_dir, dropout):
 
 def _chunks(o, n): return [o[i:i+n] for i in range(0, len(o), n)]
 
-@replaces(torch._VF, 'lstm', 'torch_xla 2.8-2.9, pytorch/xla 1027 and 2422', 'the graph grew with the length of the sequence: a minute to compile 72 steps, and 3 uploads a step of it')
+@replaces(torch._VF, 'lstm', 'torch_xla 2.8-2.9, pytorch/xla 1027 and 2422', 'a graph for each length, which took a minute to compile for 72 steps')
 def _lstm(old, x, hx, params, *args):
     if not on_xla(x) or not isinstance(hx, (tuple,list)): return old(x, hx, params, *args) # packed sequences come with their sizes as `hx`
     has_biases,n_layers,dropout,train,bidirectional,batch_first = args

@@ -97,10 +97,10 @@ cloudpickle.Pickler.dispatch_table[_State] = lambda o: (dict, (), None, None, it
 def _getstate(old, self): return _State((old(self) if old else vars(self)) or {})
 
 for _owner in (Learner, Metric, Transform):
-    replaces(_owner, '__getstate__', 'fastai 2.8', 'pickle refused lambdas and local functions, so also every Learner in the middle of `fit_one_cycle`')(_getstate)
+    replaces(_owner, '__getstate__', 'fastai 2.8', 'pickle refused lambdas and local functions, fastai\'s own among them')(_getstate)
 
 # %% ../../nbs/12_patches.travel.ipynb #callback
-@replaces(Callback, '__getstate__', 'fastai 2.8', "pickle refused schedules and `CSVLogger`'s file, and left out what the Recorder knows: a copy in the middle of a fit could not go on")
+@replaces(Callback, '__getstate__', 'fastai 2.8', 'a copy in a fit could not go on: schedules and log files were refused, and the Recorder lost its values')
 def _cb_getstate(old, self):
     history = self._stateattrs if isinstance(self, Recorder) and getattr(self.learn, 'opt', None) is not None else ()
     return _State({**old(self), **{k: vars(self)[k] for k in history if k in vars(self)}})
@@ -112,7 +112,7 @@ def _dl_getstate(old, self): return _State({k: v for k,v in vars(self).items() i
 # %% ../../nbs/12_patches.travel.ipynb #grads
 _opt_class = fastai.optimizer._BaseOptimizer
 
-@replaces(_opt_class, '__getstate__', 'fastai 2.8, torch_xla 2.8-2.9', 'gradients were lost; `xm.optimizer_step` and `xm.reduce_gradients` raised for more than one replica')
+@replaces(_opt_class, '__getstate__', 'fastai 2.8, torch_xla 2.8-2.9', 'gradients were lost; `xm.optimizer_step` raised for two replicas and more')
 def _opt_getstate(old, self):
     grads = [(p, grad_of(p)) for pg in self.param_lists for p in pg]
     return {**vars(self), 'param_groups': self.param_groups, 'grads': [(p, g) for p,g in grads if g is not None]}
@@ -131,7 +131,7 @@ def _deepcopy(old, self, memo):
     return res
 
 for _owner in (torch.Tensor, torch.nn.Parameter):
-    replaces(_owner, '__deepcopy__', 'torch_xla 2.8-2.9', 'a copy that was read shared its buffer with the original, and the next training step destroyed both')(_deepcopy)
+    replaces(_owner, '__deepcopy__', 'torch_xla 2.8-2.9', 'a copy that was read shared its buffer with the original: the next step destroyed both')(_deepcopy)
 
 @replaces(Learner, '__deepcopy__', 'fastai 2.8', 'a Learner that held a loss with its graph was refused')
 def _deepcopy_learner(old, self, memo):
