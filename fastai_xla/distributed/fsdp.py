@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from fastcore.all import L
 from ..runtime.transfer import to_host
-from ..patches.grads import remember_zeros, zeroed
+from ..patches.grads import has_grad, remember_zeros
 from ..train.move import opt_states
 from .parts import fsdp_blocks, _check_flat, _check_opt, _check_tied, _fsdp_slots, _join, _library, _parts, _units
 
@@ -101,7 +101,7 @@ class FSDPWrapper:
             for w,t in zip(part.wholes, ts):
                 w.data,w.grad = t.to(w.dtype),None
                 w.requires_grad_(part.p.requires_grad)
-                if id(part.p) in zeroed: remember_zeros(w)
+                if part.p.grad is None and has_grad(part.p): remember_zeros(w)
         learn.model,self.root,self.parts,self.saved = self.model,None,None,None
 
     def _join_opt(self, opt):
