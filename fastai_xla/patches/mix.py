@@ -10,15 +10,12 @@ __all__ = []
 # %% ../../nbs/16_patches.mix.ipynb #imports
 from copy import copy
 from functools import partial
-from types import SimpleNamespace
 import numpy as np, timm.data.mixup as tmix, torch
-from fastai.basics import L, unsqueeze
-from fastai.callback.mixup import CutMix
 from timm.data.random_erasing import RandomErasing as TimmErasing
 from ..runtime.transfer import on_xla, send
 from .registry import replaces
-from .ops import _raw
-from .augment import _inside, _unpadded
+from .ops import raw
+from .augment import inside_boxes, _unpadded
 
 # %% ../../nbs/16_patches.mix.ipynb #timm-erase
 class _Notes:
@@ -31,7 +28,7 @@ class _Notes:
 @replaces(TimmErasing, '__call__', 'timm 1.0', 'each rectangle was compiled')
 def _timm_erase(old, self, input):
     if not on_xla(input): return old(self, input)
-    x,t,made = _raw(input if input.ndim==4 else input[None]),copy(self),[]
+    x,t,made = raw(input if input.ndim==4 else input[None]),copy(self),[]
     t.device = 'meta' if self.per_pixel else 'cpu'
     old(t, _Notes(_unpadded(input.shape) if input.ndim==4 else input.shape, input.dtype, made))
     n,c,h,w = x.shape
@@ -41,22 +38,8 @@ def _timm_erase(old, self, input):
         if not self.per_pixel: colours[count[i],i] = v
         count[i] += 1
     boxes,colours = send([boxes,colours], x.device)
-    for b,v in zip(_inside(boxes, h, w), torch.randn_like(x)[None].expand(len(boxes), *x.shape) if self.per_pixel else colours): x = torch.where(b[:,None], v, x)
+    for b,v in zip(inside_boxes(boxes, h, w), torch.randn_like(x)[None].expand(len(boxes), *x.shape) if self.per_pixel else colours): x = torch.where(b[:,None], v, x)
     return input.copy_(x.reshape(input.shape))
-
-# %% ../../nbs/16_patches.mix.ipynb #cutmix
-@replaces(CutMix, 'before_batch', 'fastai 2.8', 'eight reads of the device and a compilation at each batch')
-def _cutmix(old, self):
-    if not on_xla(self.x): return old(self)
-    bs,_,H,W = self.x.size()
-    lam,shuffle = self.distrib.sample((1,)),torch.randperm(bs)
-    x1,y1,x2,y2 = type(self).rand_bbox(SimpleNamespace(x=lam), W, H, lam)
-    lam = 1 - (x2-x1)*(y2-y1)/float(W*H)
-    shuffle,box,self.lam = send([shuffle, torch.cat([y1,y2,x1,x2]), lam], self.x.device)
-    self.yb1 = (self.y[shuffle],)
-    x = torch.where(_inside(box, H, W), _raw(self.x[shuffle]), _raw(self.x)).as_subclass(type(self.x))
-    self.learn.xb = (x, *self.xb[1:])
-    if not self.stack_y: self.learn.yb = tuple(L(self.yb1,self.yb).map_zip(torch.lerp, weight=unsqueeze(self.lam, n=self.y.ndim-1)))
 
 # %% ../../nbs/16_patches.mix.ipynb #timm-mix
 def _mix(self, x, lam, cut):
@@ -67,8 +50,8 @@ def _mix(self, x, lam, cut):
     keep = np.where(cut, 1, lam)
     if len(lam) not in (1, len(x)): box,lam,keep = [np.concatenate((o, o[::-1])) for o in (box, lam, keep)]
     box,lam,keep = send([torch.from_numpy(box), *[torch.from_numpy(o).to(x.dtype) for o in (lam, keep)]], x.device)
-    xs,other,keep = _raw(x),_raw(x).flip(0),keep[:,None,None,None]
-    x.copy_(torch.where(_inside(box, *x.shape[-2:])[:,None], other, xs*keep + other*(1-keep)))
+    xs,other,keep = raw(x),raw(x).flip(0),keep[:,None,None,None]
+    x.copy_(torch.where(inside_boxes(box, *x.shape[-2:])[:,None], other, xs*keep + other*(1-keep)))
     return lam
 
 def _mix_some(per, old, self, x):

@@ -108,6 +108,7 @@ class Loans:
     "What is replaced on objects for a while; as a context it gives all back at the end"
     def __init__(self): self._out = []
     def __len__(self): return len(self._out)
+    def __reduce__(self): return type(self), () # a copy of who lends has lent nothing
     def __enter__(self): return self
     def __exit__(self, *args): self.give_back()
 

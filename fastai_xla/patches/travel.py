@@ -17,7 +17,7 @@ from fastai.basics import Callback, DataLoader, Learner, Metric, Recorder, Trans
 from fastai.callback.progress import CSVLogger
 from fastcore.all import L, noop
 from ..runtime.transfer import on_xla
-from .registry import replaces
+from .registry import Loan, replaces
 from .grads import grad_of, _BaseOptimizer
 
 # %% ../../nbs/12_patches.travel.ipynb #reduce-ex
@@ -100,7 +100,8 @@ replaces(DataLoader, '__setstate__', 'fastai 2.8', "see `Learner.__setstate__`")
 # %% ../../nbs/12_patches.travel.ipynb #grads
 @replaces(_BaseOptimizer, '__getstate__', 'fastai 2.8, torch_xla 2.8-2.9', 'gradients were lost; `xm.optimizer_step` and `xm.reduce_gradients` raised for more than one replica')
 def _opt_getstate(old, self):
-    return {**vars(self), 'param_groups': self.param_groups, 'grads': [(p, grad_of(p)) for pg in self.param_lists for p in pg if grad_of(p) is not None]}
+    own = {k: v for k,v in vars(self).items() if not isinstance(v, Loan)} # what is lent does not travel
+    return {**own, 'param_groups': self.param_groups, 'grads': [(p, grad_of(p)) for pg in self.param_lists for p in pg if grad_of(p) is not None]}
 
 @replaces(_BaseOptimizer, '__setstate__', 'fastai 2.8', 'gradients were lost')
 def _opt_setstate(old, self, state):

@@ -140,6 +140,7 @@ class PendingLoss(torch.Tensor):
     def __init__(self, meter, i): self.meter,self.i = meter,i
     @property
     def known(self):
+        "The value, fetched if it has not come home"
         if len(self.meter.history)<=self.i: self.meter.queue.flush()
         return self.meter.history[self.i]
     @classmethod
@@ -149,8 +150,9 @@ class PendingLoss(torch.Tensor):
     def numpy(self, **kwargs): return self.known.numpy(**kwargs)
     def tolist(self): return self.known.tolist()
     def __array__(self, *args, **kwargs): return self.known.__array__(*args, **kwargs)
-    @property
-    def newest(self): return self.meter.metric.value if self.meter.metric.count else None
+    def newest(self):
+        "The last smoothed loss that has come home, at no cost; None before the first"
+        return self.meter.metric.value if self.meter.metric.count else None
     def __format__(self, spec): return format(self.known.item(), spec)
     def __repr__(self, **kwargs): return repr(self.known)
     def __reduce_ex__(self, proto): return self.known.__reduce_ex__(proto)
