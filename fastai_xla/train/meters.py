@@ -37,8 +37,12 @@ class HostQueue:
 
     def flush(self):
         "Fetch all that waits in one transfer, and hand it over in order"
-        waiting,self.waiting,self.nbytes,self.last = self.waiting,[],0,time.monotonic()
-        for (meter,_),b in zip(waiting, to_host([b for _,b in waiting])): self._hand_over(meter, b)
+        waiting,hosts = self.waiting,to_host([b for _,b in self.waiting])
+        self.waiting,self.nbytes,self.last,errors = [],0,time.monotonic(),[]
+        for (meter,_),b in zip(waiting, hosts):
+            try: self._hand_over(meter, b)
+            except Exception as e: errors.append(e)
+        if errors: raise errors[0]
 
     def _hand_over(self, meter, b): meter.arrived(*b)
 

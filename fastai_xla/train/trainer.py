@@ -65,7 +65,7 @@ class TPUTrainer(XLACallback):
     ):
         TfmPlacement(None, batch_tfms)
         self.batch_tfms,self.queue,self.loans = batch_tfms,HostQueue(fetch_every),Loans()
-        self._dls,self._loop,self._told,self._since = None,None,False,None
+        self._dls,self._told,self._since = None,False,None
 
     @property
     def tfm_placement(self):
@@ -107,13 +107,7 @@ class TPUTrainer(XLACallback):
         self._hold()
         self._lend()
         _map_meters(self.learn, partial(device_metric, queue=self.queue))
-        self._loop = object()
-        self.learn.dl = self._loader(self.dl, batch_tfms=self.batch_tfms, pad=pad, pad_text=pads_text(self.model),
-                                     on_end=partial(self._end_loop, self._loop))
-
-    def _end_loop(self, loop):
-        "The loader of `loop` ends; one whose batch raised may do so when the next fit is running"
-        if loop is self._loop: self.release()
+        self.learn.dl = self._loader(self.dl, batch_tfms=self.batch_tfms, pad=pad, pad_text=pads_text(self.model), on_end=self.release)
 
     def _loader(self, dl, **kwargs): return XLADL(dl, self.device, **kwargs)
 
@@ -153,7 +147,6 @@ class TPUTrainer(XLACallback):
 
     def release(self):
         "Give back all that is lent"
-        self._loop = None
         self.loans.give_back()
         self._return_device()
         self.queue.flush_for_us()
