@@ -8,21 +8,18 @@ Docs: https://fastai-xla.github.io/fastai_xla/train.optimizer.html.md"""
 __all__ = ['lend_step', 'make_state_ahead']
 
 # %% ../../nbs/43_train.optimizer.ipynb #imports
-import inspect
-from functools import lru_cache, partial
+from functools import partial
 from numbers import Real
-from types import SimpleNamespace
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 import fastai.optimizer as fo, torch
 from fastai.optimizer import Lookahead, Optimizer, OptimWrapper
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-from ..runtime.device import torch_xla, xr
+from ..runtime.device import xr
 from ..runtime.transfer import on_xla, send
 from ..patches.grads import fill_grad
-from ..models.norms import widen
-from .steppers import stands_for, step_formula
+from .steppers import ParamSpec, stands_for, step_formula, step_program, step_row, stepper_of
 
 # %% ../../nbs/43_train.optimizer.ipynb #known
 class _Todo(NamedTuple):
@@ -37,15 +34,9 @@ class _Work(NamedTuple):
     hypers:list # Of each group
     todo:list # A `_Todo` for each parameter
 
-def _stepper(cb):
-    "fastai's function and its arguments, None for one that is not known here"
-    f,kw = (cb.func,cb.keywords) if isinstance(cb, partial) else (cb,{})
-    if step_formula(f) is None or getattr(cb, 'args', ()) or not set(kw) <= {'dampening','clip'}: return None
-    return inspect.unwrap(f), *sorted((k,bool(v)) for k,v in kw.items())
-
 def _of_fastai(opt):
     "What a step of a fastai optimizer has to do, None if it has a stepper that is not known"
-    steppers = tuple(map(_stepper, opt.cbs))
+    steppers = tuple(map(stepper_of, opt.cbs))
     if not steppers or None in steppers: return None
     return _Work(steppers, opt.hypers, [_Todo(p, opt.state[p], i) for i,pl in enumerate(opt.param_lists) for p in pl])
 
@@ -66,23 +57,11 @@ def _fits(work):
     return all(map(_plain, work.hypers)) and all(_usual(o, ps[0].device) for o in work.todo)
 
 # %% ../../nbs/43_train.optimizer.ipynb #numbers
-class _Row(NamedTuple):
-    numbers:dict # By name
-    step:int # The number of steps after this one
-
-def _row(steppers, hyper, step):
-    "The numbers of parameters that have made `step` steps"
-    numbers,h = {},{**hyper, 'step': step}
-    for f,*kw in steppers:
-        if f is fo.step_stat: h['step'] += 1
-        else: numbers.update(step_formula(f).scalars(h, **dict(kw)))
-    return _Row(numbers, h['step'])
-
 def _rows(work):
     "Which row each parameter has, and the rows"
     keys = [(o.group, o.state.get('step', 0)) for o in work.todo]
     idxs = {k: i for i,k in enumerate(dict.fromkeys(keys))}
-    return [idxs[k] for k in keys], [_row(work.steppers, work.hypers[group], step) for group,step in idxs]
+    return [idxs[k] for k in keys], [step_row(work.steppers, work.hypers[group], step) for group,step in idxs]
 
 # %% ../../nbs/43_train.optimizer.ipynb #send
 _sent = WeakKeyDictionary() # of each optimizer: the numbers sent last, and the tensor that they are
@@ -93,58 +72,6 @@ def _send_numbers(opt, rows, dtype, device):
     key = numbers,dtype,device
     if _sent.get(opt, (None,))[0]!=key: _sent[opt] = key, *send([torch.tensor(numbers, dtype=dtype)], device)
     return _sent[opt][1]
-
-# %% ../../nbs/43_train.optimizer.ipynb #program
-class _Spec(NamedTuple):
-    "What of a parameter decides about the trace"
-    shape:torch.Size
-    dtypes:tuple # Of its tensors
-    row:int # Which numbers it has
-    do_wd:bool # Does it decay?
-    sadam:bool # Has its group a `beta`?
-    names:tuple # Of its tensors: 'p', 'g' and state
-
-def _update(steppers, spec, numbers, tensors):
-    "The new values of the tensors of a parameter by name, without those that stay"
-    given = dict(zip(spec.names, tensors))
-    old = {k: widen(t) for k,t in given.items()}
-    v = SimpleNamespace(**old, do_wd=spec.do_wd, sadam=spec.sadam)
-    for f,*_ in steppers: step_formula(f).f(v, numbers)
-    new = {k: getattr(v, k) for k in (*given,'local_lr') if hasattr(v, k)}
-    return {k: t.to(given[k].dtype) if k in given else t for k,t in new.items() if t is not old.get(k)}
-
-class _Program(NamedTuple):
-    "The update of all parameters as a computation"
-    computation:object
-    inputs:list # Which of the tensors it takes, in its order
-    outputs:list # The names of what it makes for each parameter
-
-    def __call__(self, tensors):
-        "What is new for each parameter, by name"
-        res = iter(torch_xla._XLAC._xla_user_computation('xla::fastai_step', [tensors[i] for i in self.inputs], self.computation))
-        return [{k: next(res) for k in names} for names in self.outputs]
-
-def _lower(made, tensors):
-    "The HLO that computes `made` of the placeholders `tensors`, and which of them it takes"
-    ctx = torch_xla._XLAC.lowering.LoweringContext('FastaiStep')
-    ctx.set_name_string('fastai_step')
-    ctx.build(made)
-    ids = [ctx.tensor_parameter_id(t) for t in tensors]
-    inputs = [i for k,i in sorted((k,i) for i,k in enumerate(ids) if k>=0)]
-    assert len(inputs)==len(ctx.device_parameter_id_tensor_mapping()), 'a stepper holds a constant tensor: its numbers belong in `scalars`'
-    return ctx.hlo(),inputs
-
-@lru_cache(64)
-def _program(steppers, names, n_rows, dtype, specs):
-    "The program that updates parameters of `specs`, by `n_rows` rows of numbers with these `names`"
-    import torch_xla.core.xla_builder as xb
-    numbers,n = xb.create_placeholder_tensor((n_rows*len(names),), dtype),len(names)
-    scalars = numbers.unbind()
-    rows = [SimpleNamespace(**dict(zip(names, scalars[i*n:(i+1)*n]))) for i in range(n_rows)]
-    tensors = [[xb.create_placeholder_tensor(o.shape, t) for t in o.dtypes] for o in specs]
-    new = [_update(steppers, o, rows[o.row], ts) for o,ts in zip(specs, tensors)]
-    hlo,inputs = _lower([t for d in new for t in d.values()], [numbers, *(t for ts in tensors for t in ts)])
-    return _Program(xb.computation_from_module_proto('fastai_step', hlo), inputs, [list(d) for d in new])
 
 # %% ../../nbs/43_train.optimizer.ipynb #state
 _ahead = WeakKeyDictionary() # zeros that wait to become state, of each optimizer: by parameter and name
@@ -171,7 +98,7 @@ def _inputs(o): return {'p': o.p, 'g': o.p.grad, **{k: o.state[k] for k in _tens
 
 def _spec_of(tensors, row, state, hyper):
     dtypes = tuple(t.dtype for t in tensors.values())
-    return _Spec(tensors['p'].shape, dtypes, row, bool(state.get('do_wd', True)), bool(hyper.get('beta')), tuple(tensors))
+    return ParamSpec(tensors['p'].shape, dtypes, row, bool(state.get('do_wd', True)), bool(hyper.get('beta')), tuple(tensors))
 
 def _write(o, k, t):
     if k=='local_lr': o.state[k] = t
@@ -185,7 +112,7 @@ def _apply(opt, work, unwritten=()):
     ins = [_inputs(o) for o in work.todo]
     specs = tuple(_spec_of(ts, row, o.state, work.hypers[o.group]) for ts,row,o in zip(ins, idxs, work.todo))
     dtype = torch.float64 if any(o.p.dtype is torch.float64 for o in work.todo) else torch.float32
-    program = _program(work.steppers, tuple(rows[0].numbers), len(rows), dtype, specs)
+    program = step_program(work.steppers, tuple(rows[0].numbers), len(rows), dtype, specs)
     numbers = _send_numbers(opt, rows, dtype, work.todo[0].p.device)
     counts = (fo.step_stat,) in work.steppers
     for o,row,new in zip(work.todo, idxs, program([numbers, *(t for ts in ins for t in ts.values())])):

@@ -80,7 +80,8 @@ class TPUTrainer(XLACallback):
         finally: self.release()
 
     def before_fit(self):
-        assert defaults.use_cuda is not False, "`default_device(False)` makes fastai put every batch on the CPU: call `default_device(-1)` or `learn.detach_tpu()`."
+        assert defaults.use_cuda is not False, ("`default_device(False)` makes fastai put every batch on the CPU: "
+                                                "call `default_device(-1)` or `learn.detach_tpu()`.")
         self.device = xla_device()
         self._since = self._since or xla_counts()
         torch_xla.manual_seed(self._seed())
@@ -223,5 +224,5 @@ def tpu_ctx(self:Learner,
 def tfm_placement(self:Learner):
     "Which batch transforms of the training set run where, and why"
     found = [o for cb in xla_callbacks(self) if (o := cb.tfm_placement) is not None]
-    if not found: raise RuntimeError("This Learner trains without a TPU, so all its batch transforms run as in plain fastai: call `learn.to_tpu()` or one of its relatives first.")
+    if not found: raise RuntimeError("This Learner trains without a TPU, so its batch transforms run as in plain fastai: call `learn.to_tpu()` or a relative first.")
     return found[0]
