@@ -37,7 +37,7 @@ def without(owner, name):
 
 def equal(a, b): same(a, b, rtol=0, atol=0)
 
-def grads(learn): return [grads.grad_of(p) for p in learn.model.parameters()]
+def grads(learn): return [grad_of(p) for p in learn.model.parameters()]
 
 def torch_opts(opt): return [opt.opt] if isinstance(opt, OptimWrapper) else []
 

@@ -224,5 +224,5 @@ def tpu_ctx(self:Learner,
 def tfm_placement(self:Learner):
     "Which batch transforms of the training set run where, and why"
     found = [o for cb in xla_callbacks(self) if (o := cb.tfm_placement) is not None]
-    if not found: raise RuntimeError("This Learner trains without a TPU, so its batch transforms run as in plain fastai: call `learn.to_tpu()` or a relative first.")
-    return found[0]
+    if found: return found[0]
+    raise RuntimeError("This Learner trains without a TPU, so its batch transforms run as in plain fastai: call `learn.to_tpu()` or a relative first.")
