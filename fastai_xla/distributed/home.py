@@ -19,7 +19,7 @@ from ..runtime.transfer import to_host
 from ..patches.learner import whole_model
 from ..data.rng import rng_state, set_rng_state
 from ..train.state import dump_states, is_display, is_ours, model_objects, model_tensors, module_state, ref_dumps, ref_loads, with_grad
-from ..train.state import _zero_grads
+from ..train.state import own_attrs, zero_grads
 from ..train.trainer import settled
 from ..launch.replica import post, stop_requested
 
@@ -38,7 +38,7 @@ def _pack_home(learn, known):
     "What `learn` of the main rank has become, as bytes"
     model = model_objects(learn)
     objects,(tensors,opt) = {**known, **model},_host_state(learn)
-    states = {k: {a: v for a,v in vars(o).items() if a!='learn'} for k,o in known.items() if k[0] in ('cb','metric')}
+    states = {k: own_attrs(o) for k,o in known.items() if k[0] in ('cb','metric')}
     states['learn'] = {a: v for a,v in vars(learn).items() if a not in _stays and not is_ours(v)}
     home = dict(tensors=tensors, opt=opt, tfms=learn.tfm_placement.verdicts,
                 modules={k: module_state(m) for k,m in model.items() if k[0]=='module'}, frozen=getattr(learn.opt, 'frozen_idx', None), grads=with_grad(learn),
@@ -54,7 +54,7 @@ def _unpack_model(learn, home, model):
         else: t.data = h
         t.requires_grad_(grad)
     for k,st in home['modules'].items(): vars(model[k]).update(st)
-    _zero_grads(learn, home['grads'])
+    zero_grads(learn, home['grads'])
     if learn.opt is None or home['opt'] is None: return
     learn.opt.load_state_dict(home['opt'])
     if home['frozen'] is not None: learn.opt.frozen_idx = home['frozen']

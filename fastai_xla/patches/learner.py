@@ -19,6 +19,7 @@ from .registry import replaces
 class XLACallback(Callback):
     "A callback that has a say where fastai has no event"
     shared_path = None # Where all ranks find the Learner's files, if this one writes elsewhere
+    tfm_placement = None # Where the batch transforms run, if this one trains the Learner; see `TfmPlacement`
 
     def takes(self,
         phase:str, # 'fit', 'epoch', 'train' or 'validate'

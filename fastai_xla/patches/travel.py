@@ -17,7 +17,7 @@ import cloudpickle, fastai.optimizer, plum, torch
 from fastai.basics import Callback, DataLoader, Learner, Metric, Recorder, Transform
 from fastcore.all import L
 from ..runtime.transfer import on_xla
-from .registry import replaces
+from .registry import Loan, replaces
 from .grads import grad_of
 
 # %% ../../nbs/12_patches.travel.ipynb #reduce-ex
@@ -115,7 +115,8 @@ _opt_class = fastai.optimizer._BaseOptimizer
 @replaces(_opt_class, '__getstate__', 'fastai 2.8, torch_xla 2.8-2.9', 'gradients were lost; `xm.optimizer_step` raised for two replicas and more')
 def _opt_getstate(old, self):
     grads = [(p, grad_of(p)) for pg in self.param_lists for p in pg]
-    return {**vars(self), 'param_groups': self.param_groups, 'grads': [(p, g) for p,g in grads if g is not None]}
+    own = {k: v for k,v in vars(self).items() if not isinstance(v, Loan)} # what is lent does not travel
+    return {**own, 'param_groups': self.param_groups, 'grads': [(p, g) for p,g in grads if g is not None]}
 
 @replaces(_opt_class, '__setstate__', 'fastai 2.8', 'see `__getstate__`')
 def _opt_setstate(old, self, state):
