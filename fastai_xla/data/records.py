@@ -11,11 +11,11 @@ __all__ = ['parse_example', 'TFRecordShards']
 import struct
 from functools import lru_cache
 import numpy as np
-from .shards import Shards, _library
+from .shards import Shards, optional_library
 
 # %% ../../nbs/28_data.records.ipynb #records
 def _check(b, crc, n):
-    c = _library('google_crc32c').value(bytes(b))
+    c = optional_library('google_crc32c').value(bytes(b))
     if ((c>>15 | c<<17) + 0xa282ead8) & 0xffffffff != crc: raise ValueError(f'record {n} does not have the checksum that was written with it')
 
 def _read_records(f):
@@ -49,12 +49,13 @@ message_type { name: 'Example' field { name: 'features' number: 1 type: TYPE_MES
 @lru_cache
 def _example():
     "The class of `tf.train.Example`, without TensorFlow"
-    pb,text,factory,pools = [_library(f'google.protobuf.{o}') for o in ('descriptor_pb2','text_format','message_factory','descriptor_pool')]
+    pb,text,factory,pools = [optional_library(f'google.protobuf.{o}') for o in ('descriptor_pb2','text_format','message_factory','descriptor_pool')]
     pool = pools.DescriptorPool()
     pool.Add(text.Parse(_proto, pb.FileDescriptorProto()))
     return factory.GetMessageClass(pool.FindMessageTypeByName('fastai_xla.Example'))
 
 def _value(feature):
+    "What a feature holds, of whichever kind"
     kind = feature.WhichOneof('kind')
     v = getattr(feature, kind).value if kind else ()
     if len(v)==1: return v[0]
@@ -63,7 +64,7 @@ def _value(feature):
 def parse_example(
     b:bytes, # A serialized `tf.train.Example`
 ):
-    "Its features by name"
+    "Its features by name: bytes or numbers, or several of them as a list of bytes or an array"
     return {k: _value(f) for k,f in _example().FromString(b).features.feature.items()}
 
 # %% ../../nbs/28_data.records.ipynb #tfrecord

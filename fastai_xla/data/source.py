@@ -53,7 +53,7 @@ def copy_dl(
 def order_of(
     dl, # A loader of any kind
 ):
-    "`(order, bs)` of the epoch to come: indices, or their number where they count up; the batch size if it is torch's. `(None, None)`: no samples can be chosen"
+    "Of the epoch to come: indices, or their number where they count up, or None where no samples can be chosen; and the batch size, if it is torch's"
     if not in_samples(dl): return None,None
     batches = list(dl.batch_sampler) if is_torch(dl) else None
     idxs = np.asarray(list(dl.get_idxs()) if batches is None else [i for b in batches for i in b])

@@ -12,7 +12,7 @@ from contextlib import closing
 import numpy as np
 from fastai.basics import TfmdDL
 from ..runtime.ranks import world_size
-from .shards import _Readers
+from .shards import ShardReaders
 
 # %% ../../nbs/29_data.stream.ipynb #lanes
 def _in_lanes(n, bs, lanes):
@@ -25,15 +25,16 @@ def _in_lanes(n, bs, lanes):
 # %% ../../nbs/29_data.stream.ipynb #dl
 class StreamDL(TfmdDL):
     "A loader of shards that reads forward: with `shuffle`, shards in random order and samples shuffled within a window"
+    readers = None
     def get_idxs(self):
+        "The samples in lanes, as many as the dataset wants or a multiple of the processes that read"
         n = world_size()*max(1, self.fake_l.num_workers)
         order = self.dataset.order(self.rng if self.shuffle else None)[:self.n]
         return order[_in_lanes(len(order), self.bs or 1, -(-self.dataset.lanes//n)*n)]
 
-    readers = None
     def create_batches(self, samps):
         try:
-            with closing(_Readers(self.dataset)) as self.readers: yield from super().create_batches(samps)
+            with closing(ShardReaders(self.dataset)) as self.readers: yield from super().create_batches(samps)
         finally: self.readers = None
 
     def create_item(self, i): return (self.readers or self.dataset)[i or 0]

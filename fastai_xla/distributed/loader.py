@@ -95,7 +95,8 @@ def _agree(self:ShardedDL):
 def _main_order(self:ShardedDL):
     "On the main rank: what the ranks must agree on"
     if self.world_size>1: self._decide()
-    with self._own_draws(): return *order_of(self.dl),base_seed(),self.dl.items.idxs if is_stateful(self.dl) else None,self.placement.verdicts
+    texts = self.dl.items.idxs if is_stateful(self.dl) else None
+    with self._own_draws(): return *order_of(self.dl),base_seed(),texts,self.placement.verdicts
 
 @patch
 def _decide(self:ShardedDL):
@@ -112,7 +113,8 @@ def _take_share(self:ShardedDL, order):
         self.bs = self.share.most
         return order[self.share.idxs],self.share.bs
     bs = self.bs or 1
-    self.share = RankShare(len(order), self.rank, self.world_size, bs, getattr(self.dl, 'drop_last', False), self.train, self.even, least=2 if self.bs else 1)
+    self.share = RankShare(len(order), self.rank, self.world_size, bs, getattr(self.dl, 'drop_last', False), self.train, self.even,
+                           least=2 if self.bs else 1)
     if self.shares_lens: self.step_lens = [max(self.dl.res[i] for i in step) for step in chunked(order, bs*self.world_size)]
     return order[self.share.idxs],self.bs
 
