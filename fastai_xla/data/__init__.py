@@ -1,5 +1,4 @@
 "Batches."
-from ..runtime.transfer import upload
 from .rng import *
 from .placement import *
 from .shapes import *

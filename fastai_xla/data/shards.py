@@ -17,7 +17,6 @@ from importlib import import_module
 from itertools import islice
 import numpy as np
 from fastai.data.load import SkipItemException
-from fastcore.all import patch
 
 # %% ../../nbs/27_data.shards.ipynb #library
 def optional_library(
@@ -87,19 +86,21 @@ class Shards:
         rng=None, # A `random.Random`; None: as they are
     ):
         "All samples, by shards in random order and shuffled within the window"
-        if rng is None: return np.arange(len(self))
-        rng = np.random.default_rng(rng.getrandbits(64))
-        idxs = np.concatenate([np.arange(*self.starts[s:s+2]) for s in rng.permutation(len(self.urls))])
-        return idxs[np.argsort(np.arange(len(idxs)) + self.window*rng.random(len(idxs)))]
+        return np.arange(len(self)) if rng is None else _shuffled(self.starts, self.window, np.random.default_rng(rng.getrandbits(64)))
+
+    @classmethod
+    def count(cls,
+        urls, # Addresses, or one with braces
+        threads:int=16, # Shards read at once
+    ):
+        "Number of samples in each shard"
+        with ThreadPoolExecutor(threads) as ex: return list(ex.map(partial(_count, cls), _expand(urls)))
 
 # %% ../../nbs/27_data.shards.ipynb #count
-@patch(cls_method=True)
-def count(cls:Shards,
-    urls, # Addresses, or one with braces
-    threads:int=16, # Shards read at once
-):
-    "Number of samples in each shard"
-    with ThreadPoolExecutor(threads) as ex: return list(ex.map(partial(_count, cls), _expand(urls)))
+def _shuffled(starts, window, rng):
+    "All samples, by shards in random order and shuffled within the window"
+    idxs = np.concatenate([np.arange(*starts[s:s+2]) for s in rng.permutation(len(starts)-1)])
+    return idxs[np.argsort(np.arange(len(idxs)) + window*rng.random(len(idxs)))]
 
 def _count(kind, url):
     n = 0
