@@ -16,7 +16,10 @@ from .patches.text import *
 from .data.rng import *
 from .data.placement import *
 from .data.shapes import *
+from .data.prefetch import *
+from .data.source import *
 from .data.loader import *
+from .data.share import *
 from .data.shards import *
 from .data.records import *
 from .data.stream import *

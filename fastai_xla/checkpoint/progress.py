@@ -18,7 +18,7 @@ from ..runtime.ranks import rank, world_size
 from ..runtime.transfer import on_xla, tensors_of, to_host, upload
 from ..patches.grads import remember_zeros
 from ..data.rng import rng_state, set_rng_state
-from ..data.loader import is_stateful
+from ..data.source import is_stateful
 from ..train.move import learner_modules
 from ..train.state import dump_states, is_display, is_ours, is_plain, learner_objects, model_objects, model_tensors, ref_dumps, RefPickler
 from ..train.state import own_attrs, RefUnpickler, with_grad
