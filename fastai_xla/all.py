@@ -4,6 +4,7 @@ from .runtime.counts import *
 from .runtime.transfer import *
 from .runtime.table import *
 from .runtime.doctor import *
+from .runtime.signals import *
 from .patches.registry import *
 from .patches.grads import *
 from .patches.travel import *

@@ -9,12 +9,13 @@ __all__ = ['TPUCheckpoint', 'resume_from']
 
 # %% ../../nbs/83_checkpoint.resume.ipynb #imports
 from ..patches.learner import XLACallback
-import json, pickle, shutil, signal, threading, uuid
-from contextlib import contextmanager
+import json, pickle, shutil, signal, uuid
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from ..runtime.device import xla_device, xm
 from ..runtime.ranks import from_main, gather_objects, is_main, rank, world_size
+from ..runtime.signals import first_signal
 from ..runtime.transfer import to_host
 from ..patches.learner import whole_model
 from ..train.trainer import TPUTrainer
@@ -24,19 +25,9 @@ from .sharded import _learn_state, _load_state, _write
 from .progress import _loader_state, _pack, _rest, _set_loader_state, _unpack
 
 # %% ../../nbs/83_checkpoint.resume.ipynb #signals
-@contextmanager
-def _noted_signals(cb):
-    "The first Ctrl-C or SIGTERM is kept in `cb.signal`, the second interrupts"
-    cb.signal = None
-    if world_size()>1 or threading.current_thread() is not threading.main_thread(): return (yield)
-    old = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
-    def _note(s, frame):
-        if cb.signal: raise KeyboardInterrupt
-        cb.signal = s
-    for s in old: signal.signal(s, _note)
-    try: yield
-    finally:
-        for s,f in old.items(): signal.signal(s, f)
+def _noted_signals():
+    "The list of signals that came; the second one interrupts"
+    return first_signal() if world_size()==1 else nullcontext([])
 
 # %% ../../nbs/83_checkpoint.resume.ipynb #kept-rng
 @contextmanager
@@ -57,7 +48,12 @@ class TPUCheckpoint(XLACallback):
     ):
         if every is not None and (not isinstance(every, int) or every<1): raise ValueError(f"`every` can be a number of training batches, at least 1, or None for each epoch. Got {every!r}.")
         self.path,self.every,self.keep,self.resume = Path(path).absolute(),every,max(1, keep),resume
-        self.active,self.goal,self.due,self.stopped,self.signal,self.start,self.trained = False,None,False,False,None,None,None
+        self.active,self.goal,self.due,self.stopped,self.signals,self.start,self.trained = False,None,False,False,[],None,None
+
+    @property
+    def signal(self):
+        "The signal after which this fit ends, or None"
+        return next(iter(self.signals), None)
 
     @property
     def book(self):
@@ -78,7 +74,7 @@ class TPUCheckpoint(XLACallback):
         if is_main(): self._clear()
         self.active,self.due,self.stopped = True,False,False
         try:
-            with _noted_signals(self):
+            with _noted_signals() as self.signals:
                 rest(f)
                 if self.stopped: return
                 self.book['fits'] += 1
