@@ -17,7 +17,6 @@ from ..runtime.transfer import on_xla, send, tensors_of
 from ..patches.spmd import _read_patches
 from ..models.deferred import materialize
 from ..train.move import learner_modules, opt_states, repoint_opt
-from ..virtual_cores.replicas import put_in_force
 from .rules import infer_sharding
 
 # %% ../../nbs/71_sharding.place.ipynb #process
@@ -42,7 +41,7 @@ def _use_spmd(n):
     "One program for the `n` devices of this process from now on"
     if not runtime_started() and device_kind()=='CPU': os.environ.update(PJRT_DEVICE='CPU', CPU_NUM_DEVICES=str(n))
     if not xr.is_spmd(): xr.use_spmd()
-    for p in _read_patches(): put_in_force(p)
+    for p in _read_patches(): p.apply()
 
 # %% ../../nbs/71_sharding.place.ipynb #place
 def _mark(t, op):

@@ -19,7 +19,6 @@ from ..models.norms import _norm_patches, _withdraw
 from ..models.blocks import BlockRunner
 from ..train.move import learner_modules, move_learner
 from ..train.trainer import remove_trainers, TPUTrainer
-from ..virtual_cores.replicas import put_in_force
 from .rules import infer_sharding, make_mesh, TPUMesh
 from .place import BlockMarker, _check_process, _make_in_place, _mark_state, _n_devices, _param_ops, _param_specs, _place
 from .place import _state_tensors, _use_spmd
@@ -66,7 +65,7 @@ class TPUShardedTrainer(TPUTrainer):
         for o in self.learn._grab_cbs(BlockRunner)+[self.runner]:
             if o: o.marker = self.blocks
         if self.runner: self.runner.start(self.model)
-        for p in _norm_patches() if self.partition_norms else (): put_in_force(p)
+        for p in _norm_patches() if self.partition_norms else (): p.apply()
 
     def before_batch(self): self.blocks.n = next((len(t) for t in tensors_of(list(self.xb)) if t.ndim), 0)
 
