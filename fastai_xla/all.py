@@ -40,6 +40,7 @@ from .virtual_cores.collectives import *
 from .virtual_cores.replicas import *
 from .launch.wire import *
 from .launch.replica import *
+from .launch.crew import *
 from .launch.pool import *
 from .distributed.loader import *
 from .distributed.metrics import *
