@@ -236,7 +236,7 @@ def test_notebook():
     km,kc = start_new_kernel(startup_timeout=120)
     said = []
     def show(msg):
-        text = msg['content'].get('text', '')
+        text = msg['content'].get('text', '') if msg['content'].get('name')=='stdout' else ''
         said.append(text)
         if 'running' in text: km.interrupt_kernel()
     try:
