@@ -82,9 +82,7 @@ class TwoPhaseStop:
         if not any(self.counts): raise LaunchInterrupt
         self.tell(StopAt(max(self.counts)+1))
 
-# %% ../../nbs/57_launch.pool.ipynb #pool
-_opened = lambda: None # the pool that holds the cores, if it still lives
-
+# %% ../../nbs/57_launch.pool.ipynb #collect
 def _show(msg, on_message):
     "Act on what a replica printed or posted"
     if isinstance(msg, Posted): return on_message and on_message(msg.rank, loads(msg.packed))
@@ -92,6 +90,39 @@ def _show(msg, on_message):
     out.write(msg.text)
     out.flush()
 
+def _fail(crew, failed, on_message):
+    "Raise what a replica raised, after acting on what had come by then"
+    for msg in crew.last_messages():
+        if isinstance(msg, (Posted, Printed)): _show(msg, on_message)
+    raise failed.error()
+
+def _collect(crew, kind, n, stop, on_message=None):
+    "`n` messages of `kind`; acts on what else comes, and on Ctrl-C"
+    got = []
+    while len(got)<n:
+        stop.check()
+        for msg in crew.messages():
+            stop.heard(msg)
+            if isinstance(msg, kind): got.append(msg)
+            elif isinstance(msg, Failed): _fail(crew, msg, on_message)
+            elif isinstance(msg, (Posted, Printed)): _show(msg, on_message)
+    return got
+
+# %% ../../nbs/57_launch.pool.ipynb #take-cores
+_opened = lambda: None # the pool that holds the cores, if it still lives
+
+def _take_cores(pool):
+    "Close the pool that holds the cores; `pool` has them now"
+    global _opened
+    check_parent()
+    last = _opened()
+    if last and last is not pool and last._busy.locked():
+        raise RuntimeError('Another pool is running a function: run this one when that has returned')
+    if last: last.close()
+    _opened = weakref.ref(pool)
+    mend_env()
+
+# %% ../../nbs/57_launch.pool.ipynb #pool
 class TPUPool:
     "Replicas, one per core, that stay alive between calls"
     grace,_start = 60.,staticmethod(_start_process)
@@ -134,7 +165,7 @@ class TPUPool:
                 self._run_id += 1
                 self._crew.tell(run)
                 stop = TwoPhaseStop(signals, self._run_id, self.n_procs, self._crew.tell, self.grace)
-                res = self._collect(Result, self.n_cores, stop, on_message)
+                res = _collect(self._crew, Result, self.n_cores, stop, on_message)
                 res = [loads(o.packed) for o in sorted(res, key=lambda o: o.rank)]
             except BaseException:
                 self.kill()
@@ -144,35 +175,11 @@ class TPUPool:
 
     def _open(self, signals):
         "Start the processes, unless they are there"
-        global _opened
         if self.is_open: return
-        check_parent()
-        last = _opened()
-        if last and last is not self and last._busy.locked():
-            raise RuntimeError('Another pool is running a function: run this one when that has returned')
-        if last: last.close()
-        mend_env()
-        self._crew,_opened = Crew(self._start),weakref.ref(self)
+        _take_cores(self)
+        self._crew = Crew(self._start)
         self._crew.start(self.n_procs, self.n_cores, self._env)
-        self._crew.check_in(self._collect(Hello, self.n_procs, TwoPhaseStop(signals)), self.n_cores)
-
-    def _collect(self, kind, n, stop, on_message=None):
-        "`n` messages of `kind`; acts on what else comes, and on Ctrl-C"
-        got = []
-        while len(got)<n:
-            stop.check()
-            for msg in self._crew.messages():
-                stop.heard(msg)
-                if isinstance(msg, kind): got.append(msg)
-                elif isinstance(msg, Failed): self._fail(msg, on_message)
-                elif isinstance(msg, (Posted, Printed)): _show(msg, on_message)
-        return got
-
-    def _fail(self, failed, on_message):
-        "Raise what a replica raised, after acting on what the other processes had sent by then"
-        for msg in self._crew.last_messages():
-            if isinstance(msg, (Posted, Printed)): _show(msg, on_message)
-        raise failed.error()
+        self._crew.check_in(_collect(self._crew, Hello, self.n_procs, TwoPhaseStop(signals)), self.n_cores)
 
 # %% ../../nbs/57_launch.pool.ipynb #get-pool
 _pool = None
