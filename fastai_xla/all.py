@@ -4,6 +4,7 @@ from .runtime.counts import *
 from .runtime.transfer import *
 from .runtime.table import *
 from .runtime.doctor import *
+from .runtime.signals import *
 from .patches.registry import *
 from .patches.grads import *
 from .patches.travel import *
@@ -43,6 +44,7 @@ from .virtual_cores.collectives import *
 from .virtual_cores.replicas import *
 from .launch.wire import *
 from .launch.replica import *
+from .launch.crew import *
 from .launch.pool import *
 from .distributed.loader import *
 from .distributed.metrics import *

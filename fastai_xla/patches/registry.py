@@ -124,12 +124,15 @@ class Loans:
         f, # Called as `f(owner, stock, *args, **kwargs)`, where `stock` is the owner's own function
     ):
         "Have `f` stand for `owner.name`"
-        loan = Loan(owner, name, f)
-        _put(owner, name, loan)
-        self._out.append(loan)
+        self.put(owner, name, Loan(owner, name, f))
+
+    def put(self, owner, name, value):
+        "Have `value` itself stand for `owner.name`: a descriptor where `owner` is a class, or something that is not called"
+        self._out.append((owner, name, value, vars(owner).get(name, _missing)))
+        _put(owner, name, value)
 
     def give_back(self):
         "Everything as it was, the last loan first; what somebody else has replaced since stays"
         while self._out:
-            o = self._out.pop()
-            if vars(o.owner).get(o.name) is o: _put(o.owner, o.name, o.own)
+            owner,name,value,own = self._out.pop()
+            if vars(owner).get(name) is value: _put(owner, name, own)
