@@ -42,7 +42,7 @@ from .launch.replica import *
 from .launch.pool import *
 from .distributed.loader import *
 from .distributed.metrics import *
-from .distributed.parts import *
+from .distributed.units import *
 from .distributed.fsdp import *
 from .distributed.trainer import *
 from .distributed.home import *

@@ -23,7 +23,7 @@ from ..train.meters import DeviceMetric
 from ..train.trainer import TPUTrainer
 from .loader import ShardedDL
 from .metrics import interleave, share_metrics, Shares
-from .parts import fsdp_options
+from .units import fsdp_options
 from .fsdp import FSDPWrapper
 
 # %% ../../nbs/64_distributed.trainer.ipynb #reducer
