@@ -11,7 +11,6 @@ __all__ = ['virtual_env', 'fork_alone', 'put_in_force', 'replicate', 'use_virtua
 import os, threading, traceback
 from functools import lru_cache, partial, wraps
 import torch
-from fastcore.all import store_attr
 from ..runtime.device import device_kind, n_cores, require_xla, runtime_started, torch_xla, xla_device, xm, xr
 from ..patches.registry import Patch, _patches
 from .barrier import ReplicaError
