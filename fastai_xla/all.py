@@ -45,7 +45,9 @@ from .distributed.metrics import *
 from .distributed.units import *
 from .distributed.fsdp import *
 from .distributed.trainer import *
+from .distributed.fsdp_trainer import *
 from .distributed.home import *
+from .distributed.events import *
 from .distributed.learner import *
 from .sharding.rules import *
 from .sharding.place import *

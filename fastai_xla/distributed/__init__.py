@@ -4,5 +4,7 @@ from .metrics import *
 from .units import *
 from .fsdp import *
 from .trainer import *
+from .fsdp_trainer import *
 from .home import *
+from .events import *
 from .learner import *

@@ -69,7 +69,8 @@ def sync_metric(
 ):
     "Make `m` what it would be in one process that has seen the batches of all ranks"
     kind = _states.get(type(m).accumulate)
-    if kind is None: raise TypeError(f"sync_metric does not know what {type(m).__name__} keeps: use one of fastai's that keep predictions or sums, such as F1Score or Dice.")
+    if kind is None:
+        raise TypeError(f"sync_metric does not know what {type(m).__name__} keeps: use one of fastai's that keep predictions or sums, such as F1Score or Dice.")
     kind.set_state(m, gather_objects(kind.state(m)) if states is None else states)
 
 # %% ../../nbs/61_distributed.metrics.ipynb #share

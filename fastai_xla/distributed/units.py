@@ -147,7 +147,8 @@ def _check_flat(opt, flattened):
     decays = any(h.get('wd') for h in opt.hypers)
     for ps in flattened:
         if len({group.get(p) for p in ps})>1:
-            raise ValueError("`flatten_parameters` makes one parameter of those of a block, and they are in several parameter groups: leave it out, or use one group.")
+            raise ValueError("`flatten_parameters` makes one parameter of those of a block, and they are in several parameter groups: "
+                             "leave it out, or use one group.")
         if decays and len({opt.state.get(p, {}).get('do_wd', True) for p in ps})>1:
             raise ValueError("`flatten_parameters` makes one parameter of those of a block, and weight decay is for some of them alone: "
                              "leave it out, set `wd=0`, or make the Learner with `wd_bn_bias=True`.")
