@@ -48,10 +48,12 @@ from .launch.crew import *
 from .launch.pool import *
 from .distributed.loader import *
 from .distributed.metrics import *
-from .distributed.parts import *
+from .distributed.units import *
 from .distributed.fsdp import *
 from .distributed.trainer import *
+from .distributed.fsdp_trainer import *
 from .distributed.home import *
+from .distributed.events import *
 from .distributed.learner import *
 from .sharding.rules import *
 from .sharding.place import *
