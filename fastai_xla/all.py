@@ -61,6 +61,7 @@ from .sharding.trainer import *
 from .checkpoint.store import *
 from .checkpoint.sharded import *
 from .checkpoint.progress import *
+from .checkpoint.writer import *
 from .checkpoint.resume import *
 from .monitor.stats import *
 from .monitor.plan import *

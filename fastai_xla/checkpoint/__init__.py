@@ -2,4 +2,5 @@
 from .store import *
 from .sharded import *
 from .progress import *
+from .writer import *
 from .resume import *

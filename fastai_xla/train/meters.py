@@ -105,6 +105,7 @@ class DeviceMetric(GetAttr):
     @property
     def name(self): return self.metric.name
 
+# %% ../../nbs/44_train.meters.ipynb #metric-kinds
 class DeviceAvgLoss(DeviceMetric):
     "An `AvgLoss` (or `Perplexity`) of which one scalar a batch comes home"
     urgent = False

@@ -145,7 +145,7 @@ def step_row(
         else: numbers.update(step_formula(f).scalars(h, **dict(kw)))
     return StepRow(numbers, h['step'])
 
-# %% ../../nbs/42_train.steppers.ipynb #program
+# %% ../../nbs/42_train.steppers.ipynb #param-spec
 class ParamSpec(NamedTuple):
     "What of a parameter decides about the trace"
     shape:torch.Size
@@ -155,6 +155,7 @@ class ParamSpec(NamedTuple):
     sadam:bool # Has its group a `beta`?
     names:tuple # Of its tensors: 'p', 'g' and state
 
+# %% ../../nbs/42_train.steppers.ipynb #program
 def _update(steppers, spec, numbers, tensors):
     "The new values of the tensors of a parameter by name, without those that stay"
     given = dict(zip(spec.names, tensors))

@@ -123,6 +123,10 @@ def _metric_error(batch, c):
             "A metric of one's own runs on the host, in every batch. "
             "Make it a function for `AvgMetric`, which runs on the device, or an `AccumMetric`, which is fed about once a second.")
 
+def _batch_name(cb): return f"Batch {cb.iter} of {'training' if cb.training else 'validation'}"
+
+def _is_slow_step(opt): return hasattr(opt, 'slow_weights') and opt.count%opt.k==0
+
 # %% ../../nbs/46_train.strict.ipynb #strict
 class StrictSteps(XLACallback):
     "Raise `NotSteady` at a read, a compilation or an operator without lowering after the first steps"
@@ -161,8 +165,7 @@ class StrictSteps(XLACallback):
 
     @property
     def kind(self):
-        opt = self.opt
-        return self.training,self.shape,self.stepped,self.stepped and hasattr(opt, 'slow_weights') and opt.count%opt.k==0
+        return self.training,self.shape,self.stepped,self.stepped and _is_slow_step(self.opt)
 
     def after_batch(self):
         kind,calls = self.kind,self.watcher.calls
@@ -174,19 +177,16 @@ class StrictSteps(XLACallback):
     def after_train(self): self.live = False
     after_validate = after_cancel_train = after_cancel_validate = after_train
 
-    @property
-    def _batch(self): return f"Batch {self.iter} of {'training' if self.training else 'validation'}"
-
     def _on_read(self, func=None):
         "The host has read the device, by `func` if it is known"
         if not self.live: return
         self.live,metric = False,_fed_metric()
-        if metric: raise NotSteady(_metric_error(self._batch, metric))
+        if metric: raise NotSteady(_metric_error(_batch_name(self), metric))
         ops = [o for o,n in fallbacks().items() if n!=self.at.fallbacks.get(o, 0) and o!='aten::_local_scalar_dense']
-        raise NotSteady(_read_error(self._batch, func, ops))
+        raise NotSteady(_read_error(_batch_name(self), func, ops))
 
     def _on_compile(self, kind, calls):
         known,most = self.shapes_of[self.training],2+len(getattr(self.dl, 'lens', ()))
-        if len(known)>most: raise NotSteady(_shape_error(self._batch, known[-1], known[:most]))
+        if len(known)>most: raise NotSteady(_shape_error(_batch_name(self), known[-1], known[:most]))
         if self.n_of[kind]<self.warm: return
-        raise NotSteady(f"{self._batch} was compiled again: {_change(_first_change(self.calls_of[kind], calls))}")
+        raise NotSteady(f"{_batch_name(self)} was compiled again: {_change(_first_change(self.calls_of[kind], calls))}")
