@@ -107,7 +107,7 @@ class XLADL(TfmdDL):
             if isinstance(self.dl, DataLoader) and self.dl.pin_memory and type(b)==list: b = tuple(b)
             return tfms(b)
 
-    def send(self, b):
+    def _send(self, b):
         "A batch of the host, on the device: `(batch, number of samples if padded else None)`"
         ts = tensors_of(b)
         if not ts: raise TypeError(f"The DataLoader gave a {type(b).__name__} without a tensor in it: {str(b)[:80]!r}. "

@@ -189,7 +189,7 @@ class ShardedDL(XLADL):
             if self._owns_state: return RNGHandoff()
         return RNGHandoff(rng_state_after(self.seed+self.rank))
 
-    def send(self, b):
+    def _send(self, b):
         if self.train and self.chunk: self._check_size(tensors_of(b))
         self.sent += 1
         return super()._send(b)

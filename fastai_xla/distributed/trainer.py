@@ -73,8 +73,8 @@ class TPUDistributedTrainer(TPUTrainer):
     def _loader(self, dl, pad, **kwargs): return ShardedDL(dl, self.device, train=not pad, even=self.sync_bn is True or self.fsdp is not None, pad=pad, **kwargs)
 
     def before_fit(self):
-        self._look()
-        if self.fsdp: self._spread()
+        self.count_inputs_quietly()
+        if self.fsdp: self.shard_model()
         super().before_fit()
         if not self.fsdp: broadcast([*model_tensors(self.learn).values()])
         _lengthen_lr_find(self.learn, world_size())

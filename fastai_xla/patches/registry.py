@@ -60,13 +60,20 @@ def replaces(
 ):
     "Decorator: `f(old, *args)` takes the place of `owner.name`; `old` is None where there is none"
     def _inner(f):
+        for p in _patches.filter(lambda p: (p.owner,p.name,p.new.made_by)==(owner,name,f.__qualname__)): _withdraw(p)
         old = getattr(owner, name, None)
         def new(*args, **kwargs): return f(old, *args, **kwargs)
         if op := _find_builtin(old): _register_builtin(new, op)
-        _patches.append(Patch(owner, name, update_wrapper(new, old or f), why, versions))
+        update_wrapper(new, old or f).made_by = f.__qualname__
+        _patches.append(Patch(owner, name, new, why, versions))
         _patches[-1].apply()
         return new
     return _inner
+
+def _withdraw(p):
+    "Take back a patch whose cell is run again"
+    p.undo()
+    _patches.remove(p)
 
 def patches_in_force():
     "The replacements that are active now, each with its versions and its reason"
