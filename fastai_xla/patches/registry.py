@@ -60,11 +60,12 @@ def replaces(
 ):
     "Decorator: `f(old, *args)` takes the place of `owner.name`; `old` is None where there is none"
     def _inner(f):
-        for p in _patches.filter(lambda p: (p.owner,p.name,p.new.made_by)==(owner,name,f.__qualname__)): _withdraw(p)
+        maker = getattr(f, 'func', f).__qualname__
+        for p in _patches.filter(lambda p: (p.owner,p.name,getattr(p.new, 'maker', None))==(owner,name,maker)): _withdraw(p)
         old = getattr(owner, name, None)
         def new(*args, **kwargs): return f(old, *args, **kwargs)
         if op := _find_builtin(old): _register_builtin(new, op)
-        update_wrapper(new, old or f).made_by = f.__qualname__
+        update_wrapper(new, old or f).maker = maker
         _patches.append(Patch(owner, name, new, why, versions))
         _patches[-1].apply()
         return new
