@@ -11,7 +11,6 @@ __all__ = ['virtual_env', 'fork_alone', 'put_in_force', 'replicate', 'use_virtua
 import os, threading, traceback
 from functools import lru_cache, partial, wraps
 import torch
-from fastcore.all import store_attr
 from ..runtime.device import device_kind, n_cores, require_xla, runtime_started, torch_xla, xla_device, xm, xr
 from ..patches.registry import Patch, _patches
 from .barrier import ReplicaError
@@ -51,20 +50,12 @@ def _own_state():
             Patch(torch.distributed.distributed_c10d, '_world', ThreadLocalWorld(), 'each replica needs its own process group and rank', _versions)]
 
 # %% ../../nbs/52_virtual_cores.replicas.ipynb #shadow
-class _Shadow(Patch):
-    "A method that hides the one which `owner` inherits"
-    def __init__(self, owner, name, new, why, versions): store_attr()
-    def undo(self):
-        if self.in_force: delattr(self.owner, self.name)
-    @property
-    def in_force(self): return vars(self.owner).get(self.name) is self.new
-
 def _patch(owner, name, why, f):
     "One row of the table as a patch"
     owner = owner()
     old = getattr(owner, name)
     new = wraps(old)(lambda *args, **kwargs: f(old, *args, **kwargs))
-    return (Patch if name in vars(owner) else _Shadow)(owner, name, new, why, _versions)
+    return Patch(owner, name, new, why, _versions)
 
 @lru_cache(None)
 def _run_patches(): return [*[_patch(*o) for o in _replaced], *_own_state()]
