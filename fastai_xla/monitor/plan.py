@@ -16,8 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+from ..runtime.table import Table, size_text
 from ..models.repeats import block_runs
-from ..sharding.rules import infer_sharding, size_text, TPUMesh
+from ..sharding.rules import infer_sharding, TPUMesh
 
 # %% ../../nbs/91_monitor.plan.ipynb #kinds
 class TPUKind(NamedTuple):
@@ -25,7 +26,8 @@ class TPUKind(NamedTuple):
     memory:float # Bytes
     flops:float # bf16 operations a second
 
-TPU_KINDS = dict(v3=TPUKind(16*2**30, 61.5e12), v4=TPUKind(32*2**30, 275e12), v5e=TPUKind(16e9, 197e12), v5p=TPUKind(95e9, 459e12), v6e=TPUKind(32e9, 918e12))
+TPU_KINDS = dict(v3=TPUKind(16*2**30, 61.5e12), v4=TPUKind(32*2**30, 275e12), v5e=TPUKind(16e9, 197e12), v5p=TPUKind(95e9, 459e12),
+                 v6e=TPUKind(32e9, 918e12))
 
 # %% ../../nbs/91_monitor.plan.ipynb #kept
 def _storages(ts): return {t.untyped_storage()._cdata for t in ts}
@@ -92,26 +94,41 @@ class TPUPlan:
     mfu:float
 
     @property
-    def total(self): return sum(self.memory.values())
-    def seconds(self, kind): return self.flops/(self.mesh.n*TPU_KINDS[kind].flops*self.mfu)
-    def fits(self, kind): return self.total<=TPU_KINDS[kind].memory
+    def total(self):
+        "Bytes on each core"
+        return sum(self.memory.values())
+
+    def seconds(self,
+        kind:str, # One of `TPU_KINDS`
+    ):
+        "Time of a step"
+        return self.flops/(self.mesh.n*TPU_KINDS[kind].flops*self.mfu)
+
+    def fits(self,
+        kind:str, # One of `TPU_KINDS`
+    ):
+        "Is there memory enough?"
+        return self.total<=TPU_KINDS[kind].memory
 
     def _head(self):
         return [f'{self.n_params:,} parameters, {size_text(self.nbytes)}, on {self.mesh.n} cores ({self.mesh})',
                 f'{self.batch} samples a step, {-(-self.batch//self.mesh.n_data)} on each core; {self.flops:.3g} operations']
-    def _rows(self): return [('on each core',''), *[(k, size_text(v)) for k,v in self.memory.items()], ('together', size_text(self.total))]
-    def _kinds(self):
-        return [('TPU','memory','used','fits',f'step at {self.mfu:.0%} MFU'),
-                *[(k, size_text(o.memory), f'{self.total/o.memory:.0%}', 'yes' if self.fits(k) else 'no', f'{self.seconds(k):.3g} s') for k,o in TPU_KINDS.items()]]
-    def __repr__(self): return '\n'.join([*self._head(), '', *_aligned(self._rows()), '', *_aligned(self._kinds())])
-    def _repr_html_(self):
-        def table(rows): return '<table>' + ''.join('<tr>' + ''.join(f'<td>{escape(o)}</td>' for o in r) + '</tr>' for r in rows) + '</table>'
-        return '<p>' + '<br>'.join(map(escape, self._head())) + '</p>' + table(self._rows()) + table(self._kinds())
 
-def _aligned(rows):
-    ws = [max(map(len, c)) for c in zip(*rows)]
-    return ['  '.join(o.ljust(w) for o,w in zip(r,ws)).rstrip() for r in rows]
+    def _kind(self, k):
+        memory = TPU_KINDS[k].memory
+        return k, size_text(memory), f'{self.total/memory:.0%}', 'yes' if self.fits(k) else 'no', f'{self.seconds(k):.3g} s'
 
+    @property
+    def tables(self):
+        "Bytes by what they are for, and kinds of TPU"
+        rows = [(k, size_text(v)) for k,v in self.memory.items()] + [('together', size_text(self.total))]
+        kinds = 'TPU','memory','used','fits',f'step at {self.mfu:.0%} MFU'
+        return Table(rows, ('on each core','')), Table(map(self._kind, TPU_KINDS), kinds)
+
+    def __repr__(self): return '\n\n'.join(['\n'.join(self._head()), *map(repr, self.tables)])
+    def _repr_html_(self): return '<p>' + '<br>'.join(map(escape, self._head())) + '</p>' + ''.join(o._repr_html_() for o in self.tables)
+
+# %% ../../nbs/91_monitor.plan.ipynb #bytes
 def _on_meta(model):
     "`model`, or a copy without its values"
     return model if all(t.is_meta for t in model.parameters()) else deepcopy(model).to('meta')
@@ -122,6 +139,19 @@ def _block_bytes(model, table):
     bs = [[rows[ids[id(p)]] for p in b.parameters()] for _,r in block_runs(model) for b in r]
     return sum(o.device_nbytes for b in bs for o in b),max((sum(o.nbytes-o.device_nbytes for o in b) for b in bs), default=0)
 
+def _lasting(table, opt):
+    "Bytes on each core that stay from step to step, and the gradients"
+    return {'parameters': table.device_nbytes, 'gradients': table.device_nbytes, 'optimizer state': _states[opt]*table.device_nbytes}
+
+def _passing(model, table, c, n, grad_ckpt, scan):
+    "Bytes on each core that a step of `n` samples needs besides, by the counts `c` of one"
+    of_blocks,gathered = _block_bytes(model, table)
+    again = grad_ckpt or scan
+    kept = c.kept-c.in_blocks+c.inputs if again else c.kept
+    res = {'batch': n*c.input, 'kept for the backward pass': n*kept, 'working on a block': n*c.block*(2 if again else 1)+2*gathered}
+    return {**res, 'stacked blocks': 2*of_blocks} if scan else res
+
+# %% ../../nbs/91_monitor.plan.ipynb #plan-training
 def plan_training(
     model:nn.Module, # Its values are not needed
     mesh:TPUMesh, # See `make_mesh`
@@ -138,11 +168,7 @@ def plan_training(
     if opt not in _states: raise ValueError(f"`opt` can be one of {tuple(_states)}. Got {opt!r}.")
     if batch<1: raise ValueError(f"`batch` counts the samples of all cores, and must be at least 1. Got {batch}.")
     if not 0<mfu<=1: raise ValueError(f"`mfu` is a part of the peak speed, above 0 and at most 1. Got {mfu}.")
-    model = _on_meta(model)
-    table,c,n = infer_sharding(model, mesh, rules),count_model(model, shape, bf16),-(-batch//mesh.n_data)
-    of_blocks,gathered = _block_bytes(model, table)
-    again = grad_ckpt or scan
-    kept = c.kept-c.in_blocks+c.inputs if again else c.kept
-    memory = {'parameters': table.device_nbytes, 'gradients': table.device_nbytes, 'optimizer state': _states[opt]*table.device_nbytes, 'batch': n*c.input,
-              'kept for the backward pass': n*kept, 'working on a block': n*c.block*(2 if again else 1)+2*gathered, **({'stacked blocks': 2*of_blocks} if scan else {})}
-    return TPUPlan(mesh, batch, memory, sum(math.prod(o.shape) for o in table), table.nbytes, 3*c.flops*batch, mfu)
+    model,n = _on_meta(model),-(-batch//mesh.n_data)
+    table,counts = infer_sharding(model, mesh, rules),count_model(model, shape, bf16)
+    memory = {**_lasting(table, opt), **_passing(model, table, counts, n, grad_ckpt, scan)}
+    return TPUPlan(mesh, batch, memory, sum(math.prod(o.shape) for o in table), table.nbytes, 3*counts.flops*batch, mfu)

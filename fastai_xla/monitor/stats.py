@@ -16,6 +16,7 @@ from typing import NamedTuple
 from fastai.basics import Callback, CancelFitException
 from fastcore.all import L
 from ..runtime.counts import xla_counts
+from ..runtime.table import Table
 
 # %% ../../nbs/90_monitor.stats.ipynb #usual
 _times = 'wall','host'
@@ -31,8 +32,8 @@ def usual_step(
     return dict(res, fallbacks=mean(sum(r['fallbacks'].values()) for r in rows))
 
 # %% ../../nbs/90_monitor.stats.ipynb #stats
-_shown = dict(wall=('wall ms',1e3), host=('host ms',1e3), compiles=('compiles',1), reads=('reads',1), uploads=('uploads',1), upload_bytes=('bytes sent',1),
-              executions=('executions',1), nodes=('nodes',1), fallbacks=('fallbacks',1))
+_shown = dict(wall='wall ms', host='host ms', compiles='compiles', reads='reads', uploads='uploads', upload_bytes='bytes sent',
+              executions='executions', nodes='nodes', fallbacks='fallbacks')
 
 class XLAStats(Callback):
     "Collect the cost of each batch of training in `steps`, and of each epoch's training in `train` and validation in `valid`"
@@ -57,15 +58,22 @@ class XLAStats(Callback):
         return {k: sum(getattr(o, k) for o in self.steps[:self.warm]) for k in ('compiles','compile_seconds','aliases')}
 
     @property
-    def usual(self): return usual_step(self.steps, self.warm)
+    def usual(self):
+        "What a usual step costs: name and number, times in seconds"
+        return usual_step(self.steps, self.warm)
+
+    @property
+    def table(self):
+        "`usual` as a table"
+        row = {name: f"{self.usual[k]*(1e3 if k in _times else 1):.4g}" for k,name in _shown.items()}
+        return Table([tuple(row.values())], columns=list(row))
 
     def __repr__(self):
-        if len(vars(self).get('steps', ()))<=self.warm: return super().__repr__()
-        u,f = self.usual,self.first
-        rows = [[n for n,_ in _shown.values()], [f'{u[k]*unit:.4g}' for k,(_,unit) in _shown.items()]]
-        ws = [max(map(len, c)) for c in zip(*rows)]
-        return '\n'.join([f"first {self.warm} steps: {f['compiles']} graphs compiled in {f['compile_seconds']:.1f} s; each of the {len(self.steps)-self.warm} steps after:",
-                          *('  '.join(o.rjust(w) for o,w in zip(r, ws)) for r in rows)])
+        n = len(vars(self).get('steps', ()))
+        if n<=self.warm: return super().__repr__()
+        f = self.first
+        head = f"first {self.warm} steps: {f['compiles']} graphs compiled in {f['compile_seconds']:.1f} s; each of the {n-self.warm} steps after:"
+        return f'{head}\n{self.table}'
 
 # %% ../../nbs/90_monitor.stats.ipynb #train-batches
 class _StopAfter(Callback):
@@ -95,15 +103,17 @@ def _graph(f):
     text,report = f.read_text(),next(f.parent.glob(f"{f.name.split('.before_')[0]}.*memory-usage-report.txt"), None)
     nbytes = re.search(r'Total bytes used: (\d+)', report.read_text()) if report else None
     donors = re.search(r'buffer_donor=\{(.*?) \}[,\n]', text.split('\n', 1)[0])
-    return Graph(int(re.search(r'module_(\d+)', f.name)[1]), len(re.findall(r'^ +(?:ROOT )?\S+ = ', text, re.M)), donors[1].count('(') if donors else 0, nbytes and int(nbytes[1]))
+    number,instructions = int(re.search(r'module_(\d+)', f.name)[1]),len(re.findall(r'^ +(?:ROOT )?\S+ = ', text, re.M))
+    return Graph(number, instructions, donors[1].count('(') if donors else 0, nbytes and int(nbytes[1]))
 
 def read_dump(
     folder, # What `--xla_dump_to` named
 ):
     "The graphs in `folder`, in the order of compiling"
     res = sorted(map(_graph, Path(folder).glob('module_*before_optimizations.txt')))
-    if not res: raise FileNotFoundError(f"{folder} has no graphs: set XLA_FLAGS='--xla_dump_to={folder} --xla_dump_hlo_as_text' before Python starts, and compile something")
-    return res
+    if res: return res
+    raise FileNotFoundError(f"{folder} has no graphs: set XLA_FLAGS='--xla_dump_to={folder} --xla_dump_hlo_as_text' before Python starts, "
+                            "and compile something")
 
 def training_graph(
     graphs, # What `read_dump` returns

@@ -10,10 +10,10 @@ __all__ = ['Check', 'Checkup', 'doctor']
 # %% ../../nbs/05_runtime.doctor.ipynb #imports
 import os, sys
 from dataclasses import dataclass
-from html import escape
 from importlib import metadata
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from .table import Table
 from .device import device_kind, n_cores, runtime_started, torch_xla, xla_available, _problem, _tpu, _version
 
 # %% ../../nbs/05_runtime.doctor.ipynb #checkup
@@ -25,18 +25,12 @@ class Check:
     ok:bool=True # Is it as it should be?
     remedy:str='' # The line that mends it, when it is not
 
-class Checkup(list):
+class Checkup(Table):
     "Rows of `Check` that print as a table"
+    columns = 'check','seen','','remedy'
     @property
     def ok(self): return all(o.ok for o in self)
-    def _cells(self): return [(o.check, o.seen, 'ok' if o.ok else 'FAULT', '' if o.ok else o.remedy) for o in self]
-    def __repr__(self):
-        rows = [('check','seen','','remedy'), *self._cells()]
-        ws = [max(map(len, col)) for col in zip(*rows)]
-        return '\n'.join('  '.join(c.ljust(w) for c,w in zip(row,ws)).rstrip() for row in rows)
-    def _repr_html_(self):
-        trs = ''.join('<tr>' + ''.join(f'<td>{escape(c)}</td>' for c in row) + '</tr>' for row in self._cells())
-        return f'<table><tr><th>check</th><th>seen</th><th></th><th>remedy</th></tr>{trs}</table>'
+    def cells(self): return [(o.check, o.seen, 'ok' if o.ok else 'FAULT', '' if o.ok else o.remedy) for o in self]
 
 # %% ../../nbs/05_runtime.doctor.ipynb #req-checks
 def _check_version(
@@ -58,7 +52,8 @@ def _check_versions():
 # %% ../../nbs/05_runtime.doctor.ipynb #xla-checks
 def _check_pair():
     "torch and torch_xla: there, and fit for each other"
-    return [Check('torch', _version('torch')), Check('torch_xla', _version('torch_xla') or 'missing', xla_available(), str(_problem or ''))]
+    xla = Check('torch_xla', _version('torch_xla') or 'missing', xla_available(), str(_problem or ''))
+    return [Check('torch', _version('torch')), xla]
 
 def _check_libtpu():
     "The TPU driver, which comes with the extra or with the machine's image"
@@ -78,7 +73,8 @@ def _check_device():
 def _check_env():
     "Environment variables that are known to be set wrongly"
     v = os.environ.get('TPU_PROCESS_ADDRESSES', 'unset')
-    return [Check('TPU_PROCESS_ADDRESSES', v, v!='local', "os.environ.pop('TPU_PROCESS_ADDRESSES'); os.environ.pop('CLOUD_TPU_TASK_ID', None)")]
+    remedy = "os.environ.pop('TPU_PROCESS_ADDRESSES'); os.environ.pop('CLOUD_TPU_TASK_ID', None)"
+    return [Check('TPU_PROCESS_ADDRESSES', v, v!='local', remedy)]
 
 # %% ../../nbs/05_runtime.doctor.ipynb #doctor
 def doctor():

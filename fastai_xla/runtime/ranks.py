@@ -34,19 +34,20 @@ def gather_objects(
     "`o` of each rank, in the order of ranks; every rank must call this"
     if world_size()==1: return [o]
     b = pickle.dumps(o)
-    res = _gather_bytes(b[:_chunk-8], len(b), _chunk)
-    if max(n for n,_ in res)>_chunk-8: res = _gather_bytes(b, len(b), 1 << (max(n for n,_ in res)+7).bit_length())
+    res = _gather_bytes(b[:_chunk-_head], len(b), _chunk)
+    most = _head + max(n for n,_ in res)
+    if most>_chunk: res = _gather_bytes(b, len(b), 1 << (most-1).bit_length())
     return [pickle.loads(o) for _,o in res]
 
-_chunk = 4096
+_chunk,_head = 4096,8 # bytes of a first transfer, and of the length that stands before the data
 
 def _gather_bytes(b, n, size):
     "`(n, b)` of each rank, in one transfer of `size` bytes a rank, so that few sizes are ever compiled"
     torch_xla.sync()
-    data = torch.frombuffer(bytearray(n.to_bytes(8, 'little') + b.ljust(size-8, b'\0')), dtype=torch.uint8)
+    data = torch.frombuffer(bytearray(n.to_bytes(_head, 'little') + b.ljust(size-_head, b'\0')), dtype=torch.uint8)
     rows = xm.all_gather(data.to(xla_device())[None], pin_layout=False).cpu().numpy()
-    ns = [int.from_bytes(r[:8].tobytes(), 'little') for r in rows]
-    return [(n, r[8:8+n].tobytes()) for n,r in zip(ns, rows)]
+    ns = [int.from_bytes(r[:_head].tobytes(), 'little') for r in rows]
+    return [(n, r[_head:_head+n].tobytes()) for n,r in zip(ns, rows)]
 
 def from_main(
     f # Called on the main rank alone
@@ -66,7 +67,7 @@ def main_first():
     yield
     if is_main(): barrier()
 
-# %% ../../nbs/01_runtime.ranks.ipynb #broadcast-broadcast
+# %% ../../nbs/01_runtime.ranks.ipynb #broadcast
 @torch.no_grad()
 def broadcast(ts):
     "Make the tensors `ts` of every rank those of the main rank"

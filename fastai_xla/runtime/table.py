@@ -9,12 +9,17 @@ __all__ = ['Table', 'aligned', 'size_text']
 
 # %% ../../nbs/04_runtime.table.ipynb #imports
 from html import escape
-import pandas as pd
 
 # %% ../../nbs/04_runtime.table.ipynb #table
 class Table(list):
     "A list of rows that prints as a table; a subclass gives its `columns` and, if need be, `cells` and `notes`"
     columns = ()
+    def __init__(self,
+        rows=(), # The rows, as `cells` wants them
+        columns=None, # Names of the columns, if the class has none
+    ):
+        super().__init__(rows)
+        if columns is not None: self.columns = columns
 
     def cells(self):
         "One tuple of texts for each row"
@@ -27,6 +32,7 @@ class Table(list):
     @property
     def frame(self):
         "The table as a pandas DataFrame"
+        import pandas as pd # not needed for text, so that `doctor` works where packages are missing
         return pd.DataFrame(self.cells(), columns=list(self.columns), dtype=str)
 
     def __repr__(self):
@@ -34,8 +40,9 @@ class Table(list):
         return '\n'.join([*text, *self.notes()])
 
     def _repr_html_(self):
-        with pd.option_context('display.max_colwidth', None):
-            return self.frame.to_html(index=False, border=0) + ''.join(f'<p>{escape(o)}</p>' for o in self.notes())
+        import pandas as pd
+        with pd.option_context('display.max_colwidth', None): html = self.frame.to_html(index=False, border=0)
+        return html + ''.join(f'<p>{escape(o)}</p>' for o in self.notes())
 
 def aligned(
     rows, # Tuples of texts, all of one length

@@ -14,7 +14,7 @@ from collections import Counter
 import torch
 from fastai.basics import GatherPredsCallback, Learner, TrainEvalCallback
 from torch.overrides import TorchFunctionMode
-from ..runtime.counts import fallbacks, n_reads, on_read, _metric
+from ..runtime.counts import fallbacks, n_reads, on_read, n_compiles
 from ..runtime.transfer import on_xla, tensors_of
 
 # %% ../../nbs/46_train.strict.ipynb #where
@@ -127,7 +127,7 @@ class StrictSteps(XLACallback):
 
     def after_step(self): self.stepped = True
 
-    def _mark(self): self.at,self.fallbacks,self.watcher.calls = _metric('CompileTime')[0],fallbacks(),[]
+    def _mark(self): self.at,self.fallbacks,self.watcher.calls = n_compiles(),fallbacks(),[]
 
     @property
     def kind(self):
@@ -136,7 +136,7 @@ class StrictSteps(XLACallback):
 
     def after_batch(self):
         kind,calls = self.kind,self.watcher.calls
-        if not self.skip and _metric('CompileTime')[0]>self.at: self._on_compile(kind, calls)
+        if not self.skip and n_compiles()>self.at: self._on_compile(kind, calls)
         self.n_of.update([kind, self.came])
         self.calls_of[kind] = calls
         self._mark()
