@@ -8,20 +8,20 @@ Docs: https://fastai-xla.github.io/fastai_xla/checkpoint.resume.html.md"""
 __all__ = ['TPUCheckpoint', 'resume_from']
 
 # %% ../../nbs/83_checkpoint.resume.ipynb #imports
-from ..patches.learner import XLACallback
-import json, pickle, shutil, signal, threading, uuid
+import pickle, signal, threading, uuid
 from contextlib import contextmanager
-from functools import partial
-from pathlib import Path
+from dataclasses import replace
+from types import SimpleNamespace
+from fastcore.all import patch
 from ..runtime.device import xla_device, xm
 from ..runtime.ranks import from_main, gather_objects, is_main, rank, world_size
 from ..runtime.transfer import to_host
-from ..patches.learner import whole_model
+from ..patches.learner import XLACallback, whole_model
 from ..train.trainer import TPUTrainer
 from ..distributed.learner import TPUPoolTrainer
-from .store import _checkpoints, _is_checkpoint, _name, _newest, _place_of, _remove, _replacing
-from .sharded import _learn_state, _load_state, _write
-from .progress import _loader_state, _pack, _rest, _set_loader_state, _unpack
+from .store import CheckpointStore, Position, is_checkpoint
+from .sharded import learner_state, load_state, write_state
+from .progress import LoaderState, Progress
 
 # %% ../../nbs/83_checkpoint.resume.ipynb #signals
 @contextmanager
@@ -38,13 +38,6 @@ def _noted_signals(cb):
     finally:
         for s,f in old.items(): signal.signal(s, f)
 
-# %% ../../nbs/83_checkpoint.resume.ipynb #kept-rng
-@contextmanager
-def _kept_device_rng():
-    state = xm.get_rng_state(str(xla_device()))
-    yield
-    xm.set_rng_state(state, str(xla_device()))
-
 # %% ../../nbs/83_checkpoint.resume.ipynb #callback
 class TPUCheckpoint(XLACallback):
     "Writes checkpoints from which a training that was killed goes on"
@@ -55,152 +48,200 @@ class TPUCheckpoint(XLACallback):
         keep:int=2, # Number of checkpoints that are kept, the newest ones
         resume:bool=False, # Go on where the newest one in `path` was written, if there is one?
     ):
-        if every is not None and (not isinstance(every, int) or every<1): raise ValueError(f"`every` can be a number of training batches, at least 1, or None for each epoch. Got {every!r}.")
-        self.path,self.every,self.keep,self.resume = Path(path).absolute(),every,max(1, keep),resume
-        self.active,self.goal,self.due,self.stopped,self.signal,self.start,self.trained = False,None,False,False,None,None,None
+        if every is not None and (not isinstance(every, int) or every<1):
+            raise ValueError(f"`every` can be a number of training batches, at least 1, or None for each epoch. Got {every!r}.")
+        self.store,self.every,self.resume = CheckpointStore(path, keep),every,resume
+        self.active,self.due,self.stopped,self.signal = False,False,False,None
+        self.goal,self.start,self.trained = None,None,None
 
     @property
-    def book(self):
-        "The training that this Learner is in: an id, and the number of its fits that are done"
-        return vars(self.learn).setdefault('checkpoint_run', dict(id=uuid.uuid4().hex, fits=0))
+    def run_record(self):
+        "The training that this Learner is in: its id, and the number of its fits that are done"
+        return vars(self.learn).setdefault('checkpoint_run', SimpleNamespace(id=uuid.uuid4().hex, fits=0))
 
-    def takes(self, event_type): return event_type=='fit' and not hasattr(self.learn, 'lr_finder') or self.active and event_type in ('epoch','train')
+    def takes(self, phase):
+        if phase=='fit': return not hasattr(self.learn, 'lr_finder')
+        return self.active and phase in ('epoch','train')
 
-    def run_phase(self, event_type, f, final, rest): getattr(self, f'_run_{event_type}')(f, final, rest)
-
-    def _run_fit(self, f, final, rest):
-        at_home = self.learn._grab_cbs(TPUPoolTrainer)
-        if not at_home and not self.learn._grab_cbs(TPUTrainer):
-            raise ValueError("TPUCheckpoint needs the loaders of this package, which can go on in the middle of an epoch: call `learn.to_tpu()` or one of its relatives, or use fastai's SaveModelCallback.")
-        self.goal = self._goal(at_home[0].pool.n_cores if at_home else world_size())
-        if self.goal and self.goal[1]['fit']>self.book['fits']: return self._leave_out(final)
-        if at_home: return rest(f)
-        if is_main(): self._clear()
-        self.active,self.due,self.stopped = True,False,False
-        try:
-            with _noted_signals(self):
-                rest(f)
-                if self.stopped: return
-                self.book['fits'] += 1
-                self._save(self.book['fits'], 0, 0)
-                self._heed()
-        finally: self.active,self.goal = False,None
-
-    def _clear(self):
-        "Remove what a process that was killed has left half done"
-        for o in self.path.glob('.fit*'): shutil.rmtree(o, ignore_errors=True)
-
-    def _goal(self, n):
-        "Folder and position from which this fit goes on; None from the start"
-        found,run = from_main(partial(_newest, self.path)),self.book
-        if not found: return None
-        pos,here = found[1],(run['fits'],0,0)
-        own = pos['run']==run['id']
-        if own and _place_of(pos)<=here: return None
-        if not self.resume: raise FileExistsError(f"{self.path} has checkpoints of {'this' if own else 'another'} training, up to {found[0].name}: go on there with `resume_from`, or choose another folder.")
-        if pos['fit']==run['fits'] and pos['epoch']>=self.learn.n_epoch: raise ValueError(f"{found[0]} is in epoch {pos['epoch']} of this fit, which has {self.learn.n_epoch}: run what was run before, or choose another folder.")
-        if pos['n_ranks']!=n: raise ValueError(f"{found[0]} was written by {pos['n_ranks']} replicas, and there are {n}, which would get other batches: use as many, or `learn.load_sharded({str(found[0])!r})` and a new fit.")
-        run['id'] = pos['run']
-        return found
-
-    def _leave_out(self, final):
-        "This fit is done; have its result"
-        folder,pos = self.goal
-        self._restore()
-        self.goal = None
-        self._say(f"Fit {self.book['fits']} is done, by {folder.name}")
-        self.book['fits'] += 1
-        final()
+    def run_phase(self, phase, f, final, rest):
+        if phase=='fit': self._run_fit(f, final, rest)
+        elif phase=='epoch': self._run_epoch(f, rest)
+        else: self._run_train(f, rest)
 
     def _say(self, msg):
         if is_main(): print(msg)
 
-    def _run_epoch(self, f, final, rest):
-        pos = self.goal and self.goal[1]
-        if pos and self.learn.epoch<pos['epoch']: return
-        if pos and not pos['batch']: self._restore()
-        rest(f)
+# %% ../../nbs/83_checkpoint.resume.ipynb #goal
+def _check_goal(goal, learn, run, n_ranks):
+    "Raise unless `learn` can go on from the checkpoint `goal`"
+    folder,pos = goal
+    if pos.is_in_fit(run.fits) and pos.epoch>=learn.n_epoch:
+        raise ValueError(f"{folder} is in epoch {pos.epoch} of this fit, which has {learn.n_epoch}: run what was run before, or choose another folder.")
+    if pos.n_ranks!=n_ranks:
+        raise ValueError(f"{folder} was written by {pos.n_ranks} replicas, and there are {n_ranks}, which would get other batches: use as many, "
+                         f"or `learn.load_sharded({str(folder)!r})` and a new fit.")
 
-    def _run_train(self, f, final, rest):
-        if not self.goal:
-            self.start = _loader_state(self.learn)
-            return rest(f)
-        if self.goal[1]['trained']: return self._restore()
-        self.start = _rest(self.learn, self._packed())['start']
-        _set_loader_state(self.learn, self.start)
-        rest(self._all_batches)
+@patch
+def _find_goal(self:TPUCheckpoint, n_ranks):
+    "The `Checkpoint` from which this fit goes on; None from the start"
+    goal,run = from_main(self.store.newest),self.run_record
+    if goal is None: return None
+    is_own = goal.position.run_id==run.id
+    if is_own and goal.position<=Position(run.fits): return None
+    if not self.resume:
+        raise FileExistsError(f"{self.store.path} has checkpoints of {'this' if is_own else 'another'} training, up to {goal.folder.name}: "
+                              "go on there with `resume_from`, or choose another folder.")
+    _check_goal(goal, self.learn, run, n_ranks)
+    run.id = goal.position.run_id
+    return goal
 
-    def _all_batches(self):
-        "What `Learner.all_batches` does, from the place of the checkpoint on"
-        learn = self.learn
-        learn.n_iter,it = len(learn.dl),iter(enumerate(learn.dl))
-        for _ in range(self.goal[1]['batch']): next(it)
-        self._restore()
-        for o in it: learn.one_batch(*o)
+@patch
+def _run_fit(self:TPUCheckpoint, f, final, rest):
+    at_home = self.learn._grab_cbs(TPUPoolTrainer)
+    if not at_home and not self.learn._grab_cbs(TPUTrainer):
+        raise ValueError("TPUCheckpoint needs the loaders of this package, which can go on in the middle of an epoch: call `learn.to_tpu()` "
+                         "or one of its relatives, or use fastai's SaveModelCallback.")
+    self.goal = self._find_goal(at_home[0].pool.n_cores if at_home else world_size())
+    if self.goal and self.goal.position.is_past_fit(self.run_record.fits): self._leave_out(final)
+    elif at_home: rest(f)
+    else: self._train_here(f, rest)
 
-    def _packed(self): return pickle.loads((self.goal[0]/'progress.pkl').read_bytes())[rank()]
+@patch
+def _leave_out(self:TPUCheckpoint, final):
+    "This fit is done; have its result"
+    name = self.goal.folder.name
+    self._restore()
+    self.goal = None
+    self._say(f"Fit {self.run_record.fits} is done, by {name}")
+    self.run_record.fits += 1
+    final()
 
-    def _restore(self):
-        "Make the Learner what it was"
-        folder,pos = self.goal
-        if not self.learn._grab_cbs(TPUPoolTrainer): getattr(self.dls, 'n_inp', None) # fastai draws a sample when it is asked for the first time, here
-        with whole_model(self.learn):
-            _load_state(self.learn, folder)
-            rest = _unpack(self.learn, self._packed())
-        if not pos['batch'] or pos['trained']: _set_loader_state(self.learn, rest['loaders'])
-        if pos['fit']==self.book['fits']:
-            self._say(f"Going on at epoch {pos['epoch']}, batch {pos['batch']}, from {folder}")
-            self.goal = None
-
-    def after_train(self):
-        if self.active and world_size()==1: self.trained = self.n_iter,_pack(self.learn)
-
-    def after_batch(self):
-        if not self.active: return
-        if not self.training: return self._heed(trained=True)
-        self.due |= bool(self.every and self.train_iter%self.every==0)
-        if (self.due or self.signal) and not self._has_grads(): self._save_here()
-
-    def _has_grads(self): return any(p.grad is not None for pl in self.opt.param_lists for p in pl)
-
-    def _save_here(self):
-        self._save(self.book['fits'], self.epoch, self.iter+1)
-        self.due = False
-        self._heed()
-
-    def on_stop(self):
-        "Ctrl-C in a pool: every rank comes here after the same batch"
-        self.stopped = True
-        if self.active and not self._has_grads(): self._save(self.book['fits'], self.epoch, self.iter+1)
-
-    def after_epoch(self):
-        if self.active and self.epoch+1<self.n_epoch and (self.signal or not self.every):
-            self._save(self.book['fits'], self.epoch+1, 0)
+@patch
+def _train_here(self:TPUCheckpoint, f, rest):
+    if is_main(): self.store.clear()
+    self.active,self.due,self.stopped = True,False,False
+    try:
+        with _noted_signals(self):
+            rest(f)
+            if self.stopped: return
+            self.run_record.fits += 1
+            self._save(Position(self.run_record.fits))
             self._heed()
+    finally: self.active,self.goal = False,None
 
-    def _heed(self, trained=False):
-        "Leave after a signal, with a checkpoint"
-        if not self.signal: return
-        if trained: self._save(self.book['fits'], self.epoch, self.trained[0], trained=True)
-        self._say(f"Stopped by {signal.Signals(self.signal).name}; the newest checkpoint is {_newest(self.path)[0]}")
-        raise SystemExit(128+self.signal) if self.signal==signal.SIGTERM else KeyboardInterrupt
+# %% ../../nbs/83_checkpoint.resume.ipynb #going-on
+@patch
+def _run_epoch(self:TPUCheckpoint, f, rest):
+    pos = self.goal and self.goal.position
+    if pos and self.learn.epoch<pos.epoch: return
+    if pos and not pos.is_mid_epoch: self._restore()
+    rest(f)
 
-    def _save(self, fit, epoch, batch, trained=False):
-        pos = dict(fit=fit, epoch=epoch, batch=batch, trained=trained, run=self.book['id'], n_ranks=world_size())
-        with _kept_device_rng(), whole_model(self.learn):
-            parts = gather_objects(self.trained[1] if trained else _pack(self.learn, self.start))
-            state = _learn_state(self.learn)
-            if world_size()>1: state = to_host(state)
-        if is_main(): self._write(self.path/_name(pos), pos, state, parts)
+@patch
+def _run_train(self:TPUCheckpoint, f, rest):
+    if not self.goal:
+        self.start = LoaderState.of(self.learn)
+        rest(f)
+    elif self.goal.position.trained: self._restore()
+    else:
+        self.start = self._progress().start(self.learn)
+        self.start.restore(self.learn)
+        rest(self._rest_of_epoch)
 
-    def _write(self, path, pos, state, parts):
-        if _is_checkpoint(path): return
-        with _replacing(path) as new:
-            _write(state, new)
-            (new/'progress.pkl').write_bytes(pickle.dumps(parts))
-            (new/'position.json').write_text(json.dumps(pos))
-        for o in _checkpoints(self.path)[:-self.keep]: _remove(o)
+@patch
+def _rest_of_epoch(self:TPUCheckpoint):
+    "What `Learner.all_batches` does, from the position of the checkpoint on"
+    learn = self.learn
+    learn.n_iter,it = len(learn.dl),iter(enumerate(learn.dl))
+    for _ in range(self.goal.position.batch): next(it)
+    self._restore()
+    for o in it: learn.one_batch(*o)
 
+@patch
+def _progress(self:TPUCheckpoint):
+    "The `Progress` of this rank in the checkpoint to go on from"
+    return pickle.loads((self.goal.folder/'progress.pkl').read_bytes())[rank()]
+
+@patch
+def _restore(self:TPUCheckpoint):
+    "Make the Learner what it was"
+    folder,pos = self.goal
+    if not self.learn._grab_cbs(TPUPoolTrainer): getattr(self.dls, 'n_inp', None) # fastai draws a sample when it is first asked for this
+    with whole_model(self.learn):
+        load_state(self.learn, folder)
+        loaders = self._progress().restore(self.learn)
+    if not pos.is_mid_epoch or pos.trained: loaders.restore(self.learn)
+    if not pos.is_in_fit(self.run_record.fits): return
+    self._say(f"Going on at epoch {pos.epoch}, batch {pos.batch}, from {folder}")
+    self.goal = None
+
+# %% ../../nbs/83_checkpoint.resume.ipynb #writing
+@contextmanager
+def _kept_device_rng():
+    state = xm.get_rng_state(str(xla_device()))
+    yield
+    xm.set_rng_state(state, str(xla_device()))
+
+def _has_grads(opt): return any(p.grad is not None for pl in opt.param_lists for p in pl)
+
+@patch
+def _save(self:TPUCheckpoint, pos, progress=None):
+    "Write the checkpoint of the position `pos`; `progress` is what was taken there, or is taken now"
+    pos = replace(pos, run_id=self.run_record.id, n_ranks=world_size())
+    with _kept_device_rng(), whole_model(self.learn):
+        parts = gather_objects(progress or Progress.of(self.learn, self.start))
+        state = learner_state(self.learn)
+        if world_size()>1: state = to_host(state)
+    if not is_main() or is_checkpoint(self.store.path/pos.name): return
+    with self.store.write(pos) as folder:
+        write_state(state, folder)
+        (folder/'progress.pkl').write_bytes(pickle.dumps(parts))
+
+@patch
+def _save_here(self:TPUCheckpoint): self._save(Position(self.run_record.fits, self.epoch, self.iter+1))
+
+@patch
+def _heed(self:TPUCheckpoint):
+    "Leave after a signal, with a checkpoint"
+    if not self.signal: return
+    self._say(f"Stopped by {signal.Signals(self.signal).name}; the newest checkpoint is {self.store.newest().folder}")
+    raise SystemExit(128+self.signal) if self.signal==signal.SIGTERM else KeyboardInterrupt
+
+# %% ../../nbs/83_checkpoint.resume.ipynb #events
+@patch
+def after_batch(self:TPUCheckpoint):
+    if not self.active: return
+    if not self.training: return self._leave_validation()
+    self.due |= bool(self.every and self.train_iter%self.every==0)
+    if not (self.due or self.signal) or _has_grads(self.opt): return
+    self._save_here()
+    self.due = False
+    self._heed()
+
+@patch
+def after_train(self:TPUCheckpoint):
+    if self.active and world_size()==1: self.trained = self.n_iter,Progress.of(self.learn)
+
+@patch
+def _leave_validation(self:TPUCheckpoint):
+    if not self.signal: return
+    batch,progress = self.trained
+    self._save(Position(self.run_record.fits, self.epoch, batch, trained=True), progress)
+    self._heed()
+
+@patch
+def after_epoch(self:TPUCheckpoint):
+    if not self.active or self.epoch+1>=self.n_epoch or self.every and not self.signal: return
+    self._save(Position(self.run_record.fits, self.epoch+1))
+    self._heed()
+
+@patch
+def on_stop(self:TPUCheckpoint):
+    "Ctrl-C in a pool: every rank comes here after the same batch"
+    self.stopped = True
+    if self.active and not _has_grads(self.opt): self._save_here()
+
+# %% ../../nbs/83_checkpoint.resume.ipynb #resume-from
 def resume_from(
     path, # Folder of the checkpoints
     **kwargs, # As for `TPUCheckpoint`

@@ -32,7 +32,7 @@ class Patch:
     def apply(self):
         "Put `new` in the place of what is there now"
         if self.in_force: return
-        self.old = vars(self.owner).get(self.name, _missing)
+        self.stock,self.old = getattr(self.owner, self.name, None),vars(self.owner).get(self.name, _missing)
         setattr(self.owner, self.name, self.new)
         self.in_force = True
 
@@ -61,20 +61,24 @@ def replaces(
     "Decorator: `f(old, *args)` takes the place of `owner.name`; `old` is None where there is none"
     def _inner(f):
         maker = getattr(f, 'func', f).__qualname__
-        for p in _patches.filter(lambda p: (p.owner,p.name,getattr(p.new, 'maker', None))==(owner,name,maker)): _withdraw(p)
-        old = getattr(owner, name, None)
-        def new(*args, **kwargs): return f(old, *args, **kwargs)
-        if op := _find_builtin(old): _register_builtin(new, op)
-        update_wrapper(new, old or f).maker = maker
-        _patches.append(Patch(owner, name, new, why, versions))
-        _patches[-1].apply()
+        _withdraw(owner, name, maker)
+        stock = getattr(owner, name, None)
+        def new(*args, **kwargs): return f(patch.stock, *args, **kwargs)
+        if op := _find_builtin(stock): _register_builtin(new, op)
+        update_wrapper(new, stock or f).maker = maker
+        patch = Patch(owner, name, new, why, versions)
+        patch.apply()
+        _patches.append(patch)
         return new
     return _inner
 
-def _withdraw(p):
-    "Take back a patch whose cell is run again"
-    p.undo()
-    _patches.remove(p)
+def _withdraw(owner, name, maker):
+    "Take back what `maker` put in the place of `owner.name`: its cell is run again"
+    stack = _patches.filter(lambda p: p.owner is owner and p.name==name)
+    for p in reversed(stack): p.undo()
+    for p in stack:
+        if p.new.maker==maker: _patches.remove(p)
+        else: p.apply()
 
 def patches_in_force():
     "The replacements that are active now, each with its versions and its reason"
