@@ -9,6 +9,7 @@ __all__ = ['stock_metric', 'settled', 'TPUTrainer', 'remove_trainers', 'drop_bat
 
 # %% ../../nbs/48_train.trainer.ipynb #imports
 from ..patches.learner import XLACallback
+from ..patches.registry import Loans
 from contextlib import contextmanager
 from functools import partial
 from fastai.basics import Learner, noop, TrainEvalCallback
@@ -53,6 +54,7 @@ class TPUTrainer(XLACallback):
     ):
         TfmPlacement(None, batch_tfms)
         self.batch_tfms,self.queue,self._dls,self._told,self._since = batch_tfms,HostQueue(fetch_every),None,False,None
+        self.loans = Loans()
 
     @property
     def tfm_placement(self): return TfmPlacement(getattr(self.dls.train, 'after_batch', None), self.batch_tfms)
@@ -115,6 +117,7 @@ class TPUTrainer(XLACallback):
 
     def release(self):
         "Give the Learner back what `before_fit` and `before_train` changed"
+        self.loans.give_back()
         self._return_device()
         self.queue.flush_for_us()
         _settle_losses(self.learn)
