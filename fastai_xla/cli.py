@@ -95,10 +95,11 @@ def _bench(args):
     try: make = _function(a.learner)
     except (ValueError, OSError, ImportError, AttributeError) as e: p.error(str(e))
     import fastai_xla.train.trainer # gives Learners `to_tpu`
+    from fastai_xla.patches.learner import xla_callbacks
     from fastai_xla.monitor import XLAStats, train_batches
     learn,stats = make(),XLAStats()
     if not hasattr(learn, 'fit'): p.error(f'{a.learner} returned {type(learn).__name__}: it must return a Learner')
-    if not any(hasattr(type(cb), 'tfm_placement') for cb in learn.cbs): learn.to_tpu(strict=a.strict)
+    if all(cb.tfm_placement is None for cb in xla_callbacks(learn)): learn.to_tpu(strict=a.strict)
     train_batches(learn, a.batches, stats)
     print(f'\n{stats}')
     if a.json: a.json.write_text(json.dumps([vars(o) for o in stats.steps], indent=1))

@@ -18,10 +18,10 @@ from ..runtime.ranks import rank, world_size
 from ..runtime.transfer import on_xla, tensors_of, to_host, upload
 from ..patches.grads import remember_zeros
 from ..data.rng import rng_state, set_rng_state
-from ..data.loader import is_stateful
+from ..data.source import is_stateful
 from ..train.move import learner_modules
 from ..train.state import dump_states, is_display, is_ours, is_plain, learner_objects, model_objects, model_tensors, ref_dumps, RefPickler
-from ..train.state import RefUnpickler, with_grad
+from ..train.state import own_attrs, RefUnpickler, with_grad
 from ..train.meters import DeviceMetric, DeviceSmoothLoss
 from ..train.trainer import stock_metric, TPUTrainer
 
@@ -65,7 +65,7 @@ def _objects(learn):
 
 _not_kept = dict(Recorder=('loss','smooth_loss','start_epoch'))
 
-def _attrs(o): return {k: v for k,v in vars(o).items() if k not in ('learn', *_not_kept.get(type(o).__name__, ()))}
+def _attrs(o): return {k: v for k,v in own_attrs(o).items() if k not in _not_kept.get(type(o).__name__, ())}
 
 def _in_module(m):
     "The plain values and device tensors that `m` has as attributes"

@@ -8,13 +8,14 @@ Docs: https://fastai-xla.github.io/fastai_xla/checkpoint.resume.html.md"""
 __all__ = ['TPUCheckpoint', 'resume_from']
 
 # %% ../../nbs/83_checkpoint.resume.ipynb #imports
-import pickle, signal, threading, uuid
-from contextlib import contextmanager
+import pickle, signal, uuid
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from fastcore.all import patch
 from ..runtime.device import xla_device, xm
 from ..runtime.ranks import from_main, gather_objects, is_main, rank, world_size
+from ..runtime.signals import first_signal
 from ..runtime.transfer import to_host
 from ..patches.learner import XLACallback, whole_model
 from ..train.trainer import TPUTrainer
@@ -24,19 +25,9 @@ from .sharded import learner_state, load_state, write_state
 from .progress import LoaderState, Progress
 
 # %% ../../nbs/83_checkpoint.resume.ipynb #signals
-@contextmanager
-def _noted_signals(cb):
-    "The first Ctrl-C or SIGTERM is kept in `cb.signal`, the second interrupts"
-    cb.signal = None
-    if world_size()>1 or threading.current_thread() is not threading.main_thread(): return (yield)
-    old = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
-    def _note(s, frame):
-        if cb.signal: raise KeyboardInterrupt
-        cb.signal = s
-    for s in old: signal.signal(s, _note)
-    try: yield
-    finally:
-        for s,f in old.items(): signal.signal(s, f)
+def _noted_signals():
+    "The list of signals that came; the second one interrupts"
+    return first_signal() if world_size()==1 else nullcontext([])
 
 # %% ../../nbs/83_checkpoint.resume.ipynb #callback
 class TPUCheckpoint(XLACallback):
@@ -51,8 +42,13 @@ class TPUCheckpoint(XLACallback):
         if every is not None and (not isinstance(every, int) or every<1):
             raise ValueError(f"`every` can be a number of training batches, at least 1, or None for each epoch. Got {every!r}.")
         self.store,self.every,self.resume = CheckpointStore(path, keep),every,resume
-        self.active,self.due,self.stopped,self.signal = False,False,False,None
+        self.active,self.due,self.stopped,self.signals = False,False,False,[]
         self.goal,self.start,self.trained = None,None,None
+
+    @property
+    def signal(self):
+        "The signal after which this fit ends, or None"
+        return next(iter(self.signals), None)
 
     @property
     def run_record(self):
@@ -121,7 +117,7 @@ def _train_here(self:TPUCheckpoint, f, rest):
     if is_main(): self.store.clear()
     self.active,self.due,self.stopped = True,False,False
     try:
-        with _noted_signals(self):
+        with _noted_signals() as self.signals:
             rest(f)
             if self.stopped: return
             self.run_record.fits += 1

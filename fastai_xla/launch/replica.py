@@ -11,35 +11,60 @@ __all__ = ['this_process', 'post', 'stop_requested']
 import atexit, gc, importlib, linecache, multiprocessing, os, pickle, queue, signal, sys, threading, time
 from functools import partial
 from multiprocessing.connection import Connection
-from ..runtime.device import device_kind, torch_xla, xla_device, xr, _holders, _start_remedy
-from ..virtual_cores.replicas import fork_alone, replicate
-from .wire import dumps, loads, unpicklable_error, _pack_error
+from ..runtime.device import device_kind, start_error, torch_xla, xla_device, xr
+from ..patches.registry import Loans
+from ..virtual_cores.replicas import lend_fork, replicate
+from .wire import dumps, Asked, Failed, Hello, Hold, loads, Posted, Printed, Result, StopAt, unpicklable_error
+
+# %% ../../nbs/55_launch.replica.ipynb #vote
+class StopVote:
+    "How often each replica of this process has asked whether to stop, and at which count the answer is yes"
+    def __init__(self):
+        self.cv = threading.Condition()
+        self.begin()
+
+    def begin(self):
+        "A function starts: no rank has asked"
+        with self.cv: self.asked,self.held,self.stop_at = {},False,float('inf')
+
+    def hold(self):
+        "Have replicas wait that ask again; returns how often the one has asked that is furthest"
+        with self.cv:
+            self.held = True
+            return max(self.asked.values(), default=0)
+
+    def decide(self, n):
+        "Each replica stops when it asks for the `n`th time"
+        with self.cv:
+            self.held,self.stop_at = False,n
+            self.cv.notify_all()
+
+    def ask(self, rank):
+        "Must `rank` stop?"
+        with self.cv:
+            self.cv.wait_for(lambda: not self.held)
+            self.asked[rank] = self.asked.get(rank, 0) + 1
+            return self.asked[rank]>=self.stop_at
 
 # %% ../../nbs/55_launch.replica.ipynb #process
 _here,_process = threading.local(),None
 
 class _Process:
-    "What the replicas of one process share: the way to the parent, and when to stop"
-    def __init__(self, conn, rank):
-        self.conn,self.rank,self.pid = conn,rank,os.getpid()
-        self.lock,self.cv,self.jobs = threading.Lock(),threading.Condition(),queue.SimpleQueue()
-        self.begin()
+    "What the replicas of one process share: the way to the parent, what is to be run, and when to stop"
+    def __init__(self, conn):
+        self.conn,self.rank,self.pid = conn,0,os.getpid()
+        self.lock,self.jobs,self.vote,self.loans = threading.Lock(),queue.SimpleQueue(),StopVote(),Loans()
 
-    def send(self, kind, rank=None, data=None):
-        with self.lock: self.conn.send_bytes(pickle.dumps((kind, rank, data)))
-
-    def begin(self):
-        "A function starts: no rank has asked whether to stop"
-        with self.cv: self.calls,self.held,self.stop_at = {},False,float('inf')
-
-    def tell(self, held, stop_at):
-        with self.cv:
-            self.held,self.stop_at = held,stop_at
-            self.cv.notify_all()
+    def send(self, msg):
+        with self.lock: self.conn.send_bytes(pickle.dumps(msg))
 
 def this_process():
     "This process of a pool; None outside a replica, also in a DataLoader worker"
     return _process if _process and os.getpid()==_process.pid else None
+
+def _my_rank():
+    "The rank of the replica that this thread is, None if it is none"
+    return getattr(_here, 'rank', None) if this_process() else None
 
 # %% ../../nbs/55_launch.replica.ipynb #out
 class _Out:
@@ -49,7 +74,7 @@ class _Out:
     def writelines(self, lines): self.write(''.join(lines))
     def write(self, s):
         if not this_process(): return self.old.write(s)
-        if s and getattr(_here, 'rank', _process.rank)==0: _process.send(self.name, 0, s)
+        if s and getattr(_here, 'rank', _process.rank)==0: _process.send(Printed(self.name, s))
         return len(s)
     def flush(self):
         if not this_process(): self.old.flush()
@@ -59,33 +84,37 @@ def post(
     msg # Anything small that can be pickled
 ):
     "Send `msg` from a replica to the `on_message` of the call that runs it"
-    if not this_process() or not hasattr(_here, 'rank'): raise RuntimeError("post was called outside a replica: call it in a function that tpu_launch or TPUPool runs, in that function's thread")
-    _process.send('message', _here.rank, dumps(msg)[0])
+    if _my_rank() is None:
+        raise RuntimeError("post was called outside a replica: call it in a function that tpu_launch or TPUPool runs, in that function's thread")
+    _process.send(Posted(_my_rank(), dumps(msg)[0]))
 
-# %% ../../nbs/55_launch.replica.ipynb #stop
 def stop_requested():
     "Whether the user pressed Ctrl-C. Every rank asks at the same points, and all get the same answers; False outside a replica"
-    if not this_process() or not hasattr(_here, 'rank'): return False
-    p,rank = _process,_here.rank
-    with p.cv:
-        p.cv.wait_for(lambda: not p.held)
-        p.calls[rank] = p.calls.get(rank, 0) + 1
-        return p.calls[rank]>=p.stop_at
+    return _my_rank() is not None and _process.vote.ask(_my_rank())
 
-# %% ../../nbs/55_launch.replica.ipynb #run-job
-def _run(job):
-    "One replica's part of a job: call the function and send what it returned or raised"
+# %% ../../nbs/55_launch.replica.ipynb #run-call
+def _run(call):
+    "One replica's part of a run: call the function and send what it returned or raised"
     p,_here.rank = _process,xr.global_ordinal()
     try:
-        fn,args = loads(job)
+        fn,args = loads(call)
         res = fn(_here.rank, *args)
         torch_xla.sync()
         try: res = dumps(res)[0]
         except Exception as e: raise unpicklable_error(e, result=res) from None
-        p.send('result', _here.rank, res)
+        p.send(Result(_here.rank, res))
     except BaseException as e:
-        p.send('error', _here.rank, _pack_error(e))
+        p.send(Failed.of(_here.rank, e))
         raise
+
+def _take(replicate, run):
+    "Do one `Run` on the replicas of this process"
+    os.chdir(run.folder)
+    sys.path[:] = run.path
+    linecache.cache.update(run.sources)
+    for o in run.modules: importlib.import_module(o)
+    replicate(partial(_run, run.call))
+    gc.collect()
 
 # %% ../../nbs/55_launch.replica.ipynb #listen
 def _hear(p, parent):
@@ -94,18 +123,18 @@ def _hear(p, parent):
         if os.getppid()!=parent: raise EOFError
     return pickle.loads(p.conn.recv_bytes())
 
+def _obey(p, msg):
+    "Do what the parent's message says, or leave it to the main thread"
+    if isinstance(msg, Hold): p.send(Asked(msg.run_id, p.vote.hold()))
+    elif isinstance(msg, StopAt): p.vote.decide(msg.n)
+    else:
+        p.vote.begin()
+        p.jobs.put(msg)
+
 def _listen(p, parent):
     "Take what the parent sends, until it ends"
     try:
-        while True:
-            kind,data = _hear(p, parent)
-            if kind=='run':
-                p.begin()
-                p.jobs.put(data)
-            elif kind=='stop': p.tell(False, data)
-            else:
-                p.tell(True, float('inf'))
-                p.send('calls', data, max(p.calls.values(), default=0))
+        while True: _obey(p, _hear(p, parent))
     except (EOFError, OSError): p.jobs.put(None)
     time.sleep(3)
     os.killpg(0, signal.SIGKILL)
@@ -114,22 +143,11 @@ def _listen(p, parent):
 def _start_replicas(i, n_procs, n):
     "Start the runtime; returns a function that runs a function on each replica of this process"
     from torch_xla._internal import pjrt
-    if device_kind()=='TPU': os.fork = partial(fork_alone, os.fork)
+    if device_kind()=='TPU': lend_fork(_process.loans)
     try: pjrt.initialize_singleprocess() if n==1 else pjrt.initialize_multiprocess(i, n_procs)
-    except Exception as e:
-        kind,msg = device_kind(),str(e)
-        raise RuntimeError(f"The XLA runtime did not start (PJRT_DEVICE={kind}). {_start_remedy(msg, kind, _holders())}. It said: {msg}") from e
+    except Exception as e: raise start_error(e) from e
     xla_device()
     return replicate if n>1 else lambda f: f()
-
-def _take(replicate, folder, path, mods, cells, job):
-    "Run one job on the replicas of this process"
-    os.chdir(folder)
-    sys.path[:] = path
-    linecache.cache.update(cells)
-    for o in mods: importlib.import_module(o)
-    replicate(partial(_run, job))
-    gc.collect()
 
 def _leave():
     "End this process as Python does, but without taking its objects apart one by one"
@@ -138,22 +156,23 @@ def _leave():
     for o in (sys.__stdout__, sys.__stderr__): o.flush()
     os._exit(0)
 
-def _serve(fd, parent, *args):
-    "The life of a process of a pool"
+def _serve(fd, parent, i, n_procs, n):
+    "The life of process `i` of a pool of `n` cores, whose connection is `fd`"
     global _process
     os.set_inheritable(fd, False)
     multiprocessing.set_start_method('fork', force=True)
     signal.signal(signal.SIGTERM, signal.SIG_IGN) # the parent says when to stop
-    _process = _Process(Connection(fd), args[0])
+    _process = _Process(Connection(fd))
+    _process.rank = i
     sys.stdout,sys.stderr = _Out('stdout'),_Out('stderr')
     threading.Thread(target=_listen, args=(_process, parent), daemon=True).start()
     try:
-        replicate,ranks = _start_replicas(*args),[]
+        replicate,ranks = _start_replicas(i, n_procs, n),[]
         replicate(lambda: ranks.append(xr.global_ordinal()))
         _process.rank = min(ranks)
-        _process.send('hello', args[0], ranks)
-        while job := _process.jobs.get():
-            _take(replicate, *job)
-            del job
-    except BaseException as e: _process.send('error', None, _pack_error(e))
+        _process.send(Hello(i, ranks))
+        while run := _process.jobs.get():
+            _take(replicate, run)
+            del run
+    except BaseException as e: _process.send(Failed.of(None, e))
     finally: _leave()

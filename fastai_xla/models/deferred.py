@@ -10,21 +10,16 @@ __all__ = ['deferred_init', 'materialize']
 # %% ../../nbs/30_models.deferred.ipynb #imports
 import math, mmap
 from collections import defaultdict
+from dataclasses import dataclass
 from functools import reduce
-from typing import NamedTuple
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-# %% ../../nbs/30_models.deferred.ipynb #tape
-_allocates = {'empty','empty_strided','zeros','ones','full','rand','randn','normal','empty_permuted'}
-_fills = {'uniform_','normal_','zero_','fill_','random_','bernoulli_','exponential_','cauchy_','log_normal_','geometric_'}
-
-def _is_meta(o): return isinstance(o, torch.Tensor) and o.device.type=='meta'
-def _to_meta(o): return o.to('meta') if isinstance(o, torch.Tensor) and o.ndim else o
-
-class _Ref(NamedTuple):
+# %% ../../nbs/30_models.deferred.ipynb #step
+@dataclass(frozen=True)
+class _Ref:
     "A tensor that is only described"
     storage:int
     nbytes:int # Of the storage
@@ -33,14 +28,18 @@ class _Ref(NamedTuple):
     stride:tuple
     offset:int
 
-def _refs(o): return [o] if isinstance(o, _Ref) else [r for v in (o.values() if isinstance(o, dict) else o) for r in _refs(v)] if isinstance(o, (tuple,list,dict)) else []
+    def of(self, memory): return torch.as_strided(memory, self.shape, self.stride, self.offset)
 
-def _map(f, o):
-    "`o` with `f` of each thing in it"
-    if isinstance(o, dict): return {k: _map(f, v) for k,v in o.items()}
-    return type(o)(_map(f, v) for v in o) if type(o) in (tuple,list) else f(o)
+    def memory(self):
+        "Memory for the storage, which the system has back as soon as it is let go; malloc may keep what it had"
+        return torch.frombuffer(mmap.mmap(-1, self.nbytes), dtype=self.dtype) if self.nbytes else torch.empty(0, dtype=self.dtype)
 
-class _Step(NamedTuple):
+def _refs(o): return [r for r in tree_leaves(o) if isinstance(r, _Ref)]
+
+_fills = {'uniform_','normal_','zero_','fill_','random_','bernoulli_','exponential_','cauchy_','log_normal_','geometric_'}
+
+@dataclass(frozen=True)
+class _Step:
     "One operation that was recorded"
     name:str # As in 'aten.uniform_.default'
     args:tuple
@@ -53,8 +52,10 @@ class _Step(NamedTuple):
     def storages(self): return {r.storage for r in _refs((self.args, self.kwargs, self.out))}
     @property
     def is_random(self): return torch.Tag.nondeterministic_seeded in self.func.tags
+
     @property
     def fills(self):
+        "Does it give each value of a storage anew?"
         if self.name.split('.')[1] not in _fills: return False
         r = self.args[0]
         return math.prod(r.shape)*r.dtype.itemsize==r.nbytes
@@ -62,14 +63,9 @@ class _Step(NamedTuple):
     def play(self, find):
         "Do it on the host, with what `find` gives for each described tensor"
         def real(o): return find(o) if isinstance(o, _Ref) else torch.device('cpu') if isinstance(o, torch.device) else o
-        return self.func(*_map(real, self.args), **_map(real, self.kwargs))
+        return self.func(*tree_map(real, self.args), **tree_map(real, self.kwargs))
 
-def _memory(r):
-    "Memory for the storage of `r`, which the system has back as soon as it is let go; malloc may keep what it had"
-    return torch.frombuffer(mmap.mmap(-1, r.nbytes), dtype=r.dtype) if r.nbytes else torch.empty(0, dtype=r.dtype)
-
-def _part(t, r): return torch.as_strided(t, r.shape, r.stride, r.offset)
-
+# %% ../../nbs/30_models.deferred.ipynb #tape
 class _Tape:
     "What a constructor does to memory that is only described"
     def __init__(self): self.steps,self.seed,self.slots = [],torch.get_rng_state(),{}
@@ -88,19 +84,29 @@ class _Tape:
         "Call `done` with each storage when its values are complete, and a function that finds those of a described tensor"
         (first,last),real = self._spans(),{}
         def find(r):
-            if r.storage not in real: real[r.storage] = _memory(r)
-            return _part(real[r.storage], r)
+            if r.storage not in real: real[r.storage] = r.memory()
+            return r.of(real[r.storage])
         with torch.random.fork_rng(devices=[]),torch.no_grad():
             torch.set_rng_state(self.seed)
             for i,o in enumerate(self.steps):
                 ss = o.storages
-                if i>=max(first.get(s, 0) for s in ss):
-                    for r,t in zip(_refs(o.out), tree_leaves(o.play(find))): real.setdefault(r.storage, t)
-                elif o.is_random: o.play(lambda r: _part(_memory(r), r))
+                if i>=max(first.get(s, 0) for s in ss): _keep(o.out, o.play(find), real)
+                elif o.is_random: o.play(lambda r: r.of(r.memory()))
                 for s in ss:
-                    if last[s]==i:
-                        done(s, find)
-                        real.pop(s, None)
+                    if last[s]!=i: continue
+                    done(s, find)
+                    real.pop(s, None)
+
+def _keep(out, ts, real):
+    "Take the results `ts` of a step for the storages, described in `out`, that had no memory yet"
+    for r,t in zip(tree_leaves(out), tree_leaves(ts)):
+        if isinstance(r, _Ref): real.setdefault(r.storage, t)
+
+# %% ../../nbs/30_models.deferred.ipynb #recorder
+_allocates = {'empty','empty_strided','zeros','ones','full','rand','randn','normal','empty_permuted'}
+
+def _is_meta(o): return isinstance(o, torch.Tensor) and o.device.type=='meta'
+def _to_meta(o): return o.to('meta') if isinstance(o, torch.Tensor) and o.ndim else o
 
 class _Recorder(TorchDispatchMode):
     "Puts memory on the meta device, and what is done to it on `tape`"
@@ -119,7 +125,7 @@ class _Recorder(TorchDispatchMode):
         if str(func).split('.')[1] in _allocates and not ts: kwargs['device'] = torch.device('meta')
         mixed = any(map(_is_meta, ts)) and not all(map(_is_meta, ts))
         out = func(*tree_map(_to_meta, args), **kwargs) if mixed else func(*args, **kwargs)
-        step = _Step(str(func), *(_map(self.ref, o) for o in (tuple(args), kwargs, out)))
+        step = _Step(str(func), *tree_map(self.ref, (tuple(args), kwargs, out)))
         if step.storages: self.tape.steps.append(step)
         return out
 
@@ -136,7 +142,8 @@ def deferred_init(
         with recorder: model = f(*args, **kwargs)
     except (RuntimeError, NotImplementedError) as e:
         if 'meta' not in str(e): raise
-        raise RuntimeError(f"{getattr(f, '__name__', f)} looks at values while it builds the model, so it cannot be deferred: call it as it is. {e}") from e
+        name = getattr(f, '__name__', f)
+        raise RuntimeError(f"{name} looks at values while it builds the model, so it cannot be deferred: call it as it is. {e}") from e
     torch.rand(()) # so that the next model draws other values
     tape.slots = {n: recorder.ref(t) for n,t in _named(model) if _is_meta(t)}
     model._tape = tape
@@ -144,6 +151,7 @@ def deferred_init(
 
 def _named(m): return [*m.named_parameters(remove_duplicate=False), *m.named_buffers(remove_duplicate=False)]
 
+# %% ../../nbs/30_models.deferred.ipynb #materialize
 def _like(old, t):
     if not isinstance(old, nn.Parameter): return t
     res = nn.Parameter(t, old.requires_grad)
@@ -155,26 +163,28 @@ def _put(m, name, t):
     m = m.get_submodule(path)
     (m._parameters if k in m._parameters else m._buffers)[k] = t
 
+def _play(m, tape, new, place):
+    "Put what `tape` makes into the slots of `m` that are still open; `place` is asked once for each tensor of `new`"
+    todo,now = defaultdict(list),dict(_named(m))
+    for n,r in tape.slots.items():
+        if _is_meta(now.get(n)): todo[r.storage].append((n, r, now[n]))
+    def done(s, find):
+        for n,r,t in todo[s]:
+            if t not in new: new[t] = _like(t, place(t, find(r)))
+            _put(m, n, new[t])
+    tape.play(done)
+
 def materialize(
     model:nn.Module, # May have parts that `deferred_init` made
     place=None, # From name and values of a tensor to what takes its place; None: a copy
 ):
     "Make the parameters and buffers of `model` one by one; returns `{old parameter: new parameter}`"
     names,new = {},{}
-    for n,t in _named(model): names.setdefault(id(t), n)
+    for n,t in _named(model): names.setdefault(t, n)
+    def made(old, t): return place(names[old], t) if place else t.clone()
     for m in model.modules():
-        if '_tape' in vars(m): _play(m, vars(m).pop('_tape'), names, new, place or (lambda _,t: t.clone()))
+        if '_tape' in vars(m): _play(m, vars(m).pop('_tape'), new, made)
     left = [n for n,t in _named(model) if _is_meta(t)]
-    if left: raise RuntimeError(f"{left[0]} and {len(left)-1} more tensors are on the meta device, and nothing says how to make them: build the model with `deferred_init(f)`.")
+    if left: raise RuntimeError(f"{left[0]} and {len(left)-1} more tensors are on the meta device, and nothing says how to make them: "
+                                "build the model with `deferred_init(f)`.")
     return {o: p for o,p in new.items() if isinstance(o, nn.Parameter)}
-
-def _play(m, tape, names, new, place):
-    "Put what `tape` makes into the slots of `m` that are still open"
-    todo,now = defaultdict(list),dict(_named(m))
-    for n,r in tape.slots.items():
-        if _is_meta(now.get(n)): todo[r.storage].append((n, r, now[n]))
-    def done(s, find):
-        for n,r,t in todo[s]:
-            if t not in new: new[t] = _like(t, place(names[id(t)], find(r)))
-            _put(m, n, new[t])
-    tape.play(done)

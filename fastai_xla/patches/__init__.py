@@ -7,3 +7,4 @@ from .ops import *
 from .augment import *
 from .mix import *
 from .spmd import *
+from .text import *

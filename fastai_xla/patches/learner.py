@@ -19,6 +19,7 @@ from .registry import replaces
 class XLACallback(Callback):
     "A callback that has a say where fastai has no event"
     shared_path = None # Where all ranks find the Learner's files, if this one writes elsewhere
+    tfm_placement = None # Where the batch transforms run, if this one trains the Learner; see `TfmPlacement`
 
     def takes(self,
         phase:str, # 'fit', 'epoch', 'train' or 'validate'
@@ -88,7 +89,7 @@ def _folder(learn, file):
     "Where `load` finds `file`: what this rank has saved itself, else what all ranks share"
     return learn.path if join_path_file(file, learn.path/learn.model_dir, ext='.pth').exists() else shared_path(learn)
 
-@replaces(Learner, 'load', 'fastai 2.8, torch 2.8-2.9', "replicas that are threads disturbed each other's `torch.serialization.safe_globals`; a spread model had no place in the file")
+@replaces(Learner, 'load', 'fastai 2.8, torch 2.8-2.9', "replicas disturbed each other's `torch.serialization.safe_globals`; a spread model fitted no file")
 def _load(old, self, file, device=None, **kwargs):
     cbs,own = xla_callbacks(self),self.path
     with whole_model(self), ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""timm's erasing, Mixup and CutMix on the device
+"""timm's erasing and mixing on the device
 
 Docs: https://fastai-xla.github.io/fastai_xla/patches.mix.html.md"""
 
@@ -10,15 +10,12 @@ __all__ = []
 # %% ../../nbs/16_patches.mix.ipynb #imports
 from copy import copy
 from functools import partial
-from types import SimpleNamespace
 import numpy as np, timm.data.mixup as tmix, torch
-from fastai.basics import L, unsqueeze
-from fastai.callback.mixup import CutMix
-from timm.data.random_erasing import RandomErasing as TimmErasing
+from timm.data.random_erasing import RandomErasing
 from ..runtime.transfer import on_xla, send
 from .registry import replaces
-from .ops import _raw
-from .augment import _inside, _unpadded
+from .ops import raw
+from .augment import drawn_shape, inside_boxes
 
 # %% ../../nbs/16_patches.mix.ipynb #timm-erase
 class _Notes:
@@ -28,54 +25,54 @@ class _Notes:
     def __getitem__(self, i): return _Notes(self.shape[1:], self.dtype, self.made, i)
     def __setitem__(self, idx, v): self.made.append((self.i, idx, v))
 
-@replaces(TimmErasing, '__call__', 'timm 1.0', 'each rectangle was compiled')
-def _timm_erase(old, self, input):
-    if not on_xla(input): return old(self, input)
-    x,t,made = _raw(input if input.ndim==4 else input[None]),copy(self),[]
-    t.device = 'meta' if self.per_pixel else 'cpu'
-    old(t, _Notes(_unpadded(input.shape) if input.ndim==4 else input.shape, input.dtype, made))
-    n,c,h,w = x.shape
-    boxes,colours,count = torch.zeros(self.max_count, n, 4, dtype=torch.int32),torch.zeros(self.max_count, n, c, 1, 1, dtype=x.dtype),[0]*n
-    for i,(_,ys,xs),v in made:
+def _drawn_by(t, draw, x, shape):
+    "What `draw` erases in images of `shape`: boxes, (count, n, 4) for the `n` images of `x`, and their colours"
+    n,c = x.shape[:2]
+    boxes,colours,count = torch.zeros(t.max_count, n, 4, dtype=torch.int32),torch.zeros(t.max_count, n, c, 1, 1, dtype=x.dtype),[0]*n
+    draw(notes := _Notes(shape, x.dtype, []))
+    for i,(_,ys,xs),v in notes.made:
         boxes[count[i],i] = torch.tensor([ys.start, ys.stop, xs.start, xs.stop])
-        if not self.per_pixel: colours[count[i],i] = v
+        if not t.per_pixel: colours[count[i],i] = v
         count[i] += 1
-    boxes,colours = send([boxes,colours], x.device)
-    for b,v in zip(_inside(boxes, h, w), torch.randn_like(x)[None].expand(len(boxes), *x.shape) if self.per_pixel else colours): x = torch.where(b[:,None], v, x)
+    return boxes,colours
+
+@replaces(RandomErasing, '__call__', 'timm 1.0', 'each rectangle was compiled')
+def _erase(old, self, input):
+    if not on_xla(input): return old(self, input)
+    t,is_batch = copy(self),input.ndim==4
+    t.device = 'meta' if self.per_pixel else 'cpu' # noise is drawn on the device, below
+    x = raw(input if is_batch else input[None])
+    boxes,colours = send(_drawn_by(t, partial(old, t), x, drawn_shape(x.shape) if is_batch else input.shape), x.device)
+    if self.per_pixel: colours = torch.randn_like(x)[None].expand(len(boxes), *x.shape)
+    for inside,v in zip(inside_boxes(boxes, *x.shape[-2:]), colours): x = torch.where(inside[:,None], v, x)
     return input.copy_(x.reshape(input.shape))
 
-# %% ../../nbs/16_patches.mix.ipynb #cutmix
-@replaces(CutMix, 'before_batch', 'fastai 2.8', 'eight reads of the device and a compilation at each batch')
-def _cutmix(old, self):
-    if not on_xla(self.x): return old(self)
-    bs,_,H,W = self.x.size()
-    lam,shuffle = self.distrib.sample((1,)),torch.randperm(bs)
-    x1,y1,x2,y2 = type(self).rand_bbox(SimpleNamespace(x=lam), W, H, lam)
-    lam = 1 - (x2-x1)*(y2-y1)/float(W*H)
-    shuffle,box,self.lam = send([shuffle, torch.cat([y1,y2,x1,x2]), lam], self.x.device)
-    self.yb1 = (self.y[shuffle],)
-    x = torch.where(_inside(box, H, W), _raw(self.x[shuffle]), _raw(self.x)).as_subclass(type(self.x))
-    self.learn.xb = (x, *self.xb[1:])
-    if not self.stack_y: self.learn.yb = tuple(L(self.yb1,self.yb).map_zip(torch.lerp, weight=unsqueeze(self.lam, n=self.y.ndim-1)))
-
 # %% ../../nbs/16_patches.mix.ipynb #timm-mix
-def _mix(self, x, lam, cut):
-    "Mix `x` in place by the draws `lam` and `cut` of one batch, of its images or of its pairs; the shares of the images, on the device"
-    box = np.zeros((len(lam), 4), dtype=np.int32)
+def _boxes(mixup, shape, lam, cut):
+    "A rectangle for each draw that cuts, empty for the others; `lam` becomes the share that is left outside"
+    res = np.zeros((len(lam), 4), dtype=np.int32)
     for i in np.flatnonzero(cut & (lam!=1)):
-        box[i],lam[i] = tmix.cutmix_bbox_and_lam(x.shape, lam[i], ratio_minmax=self.cutmix_minmax, correct_lam=self.correct_lam)
-    keep = np.where(cut, 1, lam)
-    if len(lam) not in (1, len(x)): box,lam,keep = [np.concatenate((o, o[::-1])) for o in (box, lam, keep)]
-    box,lam,keep = send([torch.from_numpy(box), *[torch.from_numpy(o).to(x.dtype) for o in (lam, keep)]], x.device)
-    xs,other,keep = _raw(x),_raw(x).flip(0),keep[:,None,None,None]
-    x.copy_(torch.where(_inside(box, *x.shape[-2:])[:,None], other, xs*keep + other*(1-keep)))
+        res[i],lam[i] = tmix.cutmix_bbox_and_lam(shape, lam[i], ratio_minmax=mixup.cutmix_minmax, correct_lam=mixup.correct_lam)
+    return res
+
+def _both_ways(o): return np.concatenate((o, o[::-1]))
+
+def _mix(mixup, x, lam, cut):
+    "Mix `x` in place by the draws `lam` and `cut` of one batch, of its images or of its pairs; the shares of the images, on the device"
+    draws = [_boxes(mixup, x.shape, lam, cut), lam, np.where(cut, 1, lam)]
+    if len(lam) not in (1, len(x)): draws = map(_both_ways, draws) # one draw for the images of a pair, which are as far from both ends
+    boxes,lam,keep = map(torch.from_numpy, draws)
+    boxes,lam,keep = send([boxes, lam.to(x.dtype), keep.to(x.dtype)], x.device)
+    xs,other,keep = raw(x),raw(x).flip(0),keep[:,None,None,None]
+    x.copy_(torch.where(inside_boxes(boxes, *x.shape[-2:])[:,None], other, xs*keep + other*(1-keep)))
     return lam
 
-def _mix_some(per, old, self, x):
+def _mix_some(n_each, old, self, x):
     if not on_xla(x): return old(self, x)
-    return _mix(self, x, *self._params_per_elem(len(x)//per))[:,None]
+    return _mix(self, x, *self._params_per_elem(len(x)//n_each))[:,None]
 
-for _name,_per in (('_mix_elem',1), ('_mix_pair',2)): replaces(tmix.Mixup, _name, 'timm 1.0', 'each rectangle was compiled')(partial(_mix_some, _per))
+for _name,_n_each in (('_mix_elem',1), ('_mix_pair',2)):
+    replaces(tmix.Mixup, _name, 'timm 1.0', 'each rectangle was compiled')(partial(_mix_some, _n_each))
 
 @replaces(tmix.Mixup, '_mix_batch', 'timm 1.0', 'each rectangle was compiled, and a batch that was not mixed')
 def _mix_batch(old, self, x):

@@ -8,6 +8,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/patches.ops.html.md"""
 __all__ = ['grid_sample_xla']
 
 # %% ../../nbs/14_patches.ops.ipynb #imports
+from functools import partial
 import numpy as np, plum, torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
@@ -25,7 +26,8 @@ def _batch_norm(old, input, weight, bias, running_mean, running_var, training, *
     return res
 
 # %% ../../nbs/14_patches.ops.ipynb #dispatch
-@replaces(plum.Function, '_resolve_method_with_cache', 'plum-dispatch 2.9, Python 3.11', 'half-transformed batches stayed alive until the garbage collector ran, and XLA compiled the step again with and without them')
+@replaces(plum.Function, '_resolve_method_with_cache', 'plum-dispatch 2.9 with Python 3.11',
+          'half-transformed batches stayed alive until the garbage collector ran, and XLA compiled the step again with and without them')
 def _resolve_method_with_cache(old, self, *args, **kwargs):
     try: return old(self, *args, **kwargs)
     except plum.NotFoundLookupError as e:
@@ -33,7 +35,9 @@ def _resolve_method_with_cache(old, self, *args, **kwargs):
         raise e.with_traceback(None)
 
 # %% ../../nbs/14_patches.ops.ipynb #source
-def _raw(t): return t.as_subclass(torch.Tensor)
+def raw(t):
+    "`t` as a plain tensor: fastai's classes take time at every operation"
+    return t.as_subclass(torch.Tensor)
 
 def _reflect(p, lo, hi):
     "`p` mirrored at `lo` and at `hi`, as often as it takes"
@@ -44,13 +48,27 @@ def _reflect(p, lo, hi):
 
 def _clip(p, hi): return torch.where(p<=0, 0., torch.where(p>=hi, float(hi), p))
 
-def _source(c, n, padding_mode, align_corners):
-    "The place among `n` pixels that the coordinate `c` from -1 to 1 stands for"
+def source_pixel(
+    c, # Coordinates from -1 to 1
+    n:int, # Pixels of the side that they look at
+    padding_mode:str, # As for `grid_sample_xla`
+    align_corners:bool, # As for `grid_sample_xla`
+):
+    "Where among `n` pixels the coordinates `c` look, a fraction between two of them"
     p = (c+1)*((n-1)/2) if align_corners else (c+1)*(n/2)-0.5
     if padding_mode=='reflection': p = _reflect(p, 0, n-1) if align_corners else _reflect(p, -0.5, n-0.5)
     return p if padding_mode=='zeros' else _clip(p, n-1)
 
 # %% ../../nbs/14_patches.ops.ipynb #grid-sample
+def _picked(x, ix, iy):
+    "The pixels of the images `x`, of shape (N,H,W,C), in columns `ix` and rows `iy`; zeros where there are none"
+    n,h,w,c = x.shape
+    first = torch.arange(n, device=x.device, dtype=torch.int32)[:,None,None]*(h*w)
+    idx = first + iy.clamp(0, h-1).int()*w + ix.clamp(0, w-1).int()
+    res = x.reshape(-1, c).index_select(0, idx.flatten()).reshape(*idx.shape, c)
+    inside = (ix>=0) & (ix<w) & (iy>=0) & (iy<h)
+    return torch.where(inside[...,None], res, 0)
+
 def grid_sample_xla(
     x, # Images on an XLA device, (N,C,H,W)
     grid, # For each pixel to make, where to look: (N,h,w,2), x before y, -1 to 1
@@ -59,28 +77,23 @@ def grid_sample_xla(
     align_corners:bool=False, # Do -1 and 1 stand for the centres of the corner pixels, not for their outer edges?
 ):
     "`F.grid_sample` by `index_select` and elementwise formulas"
-    if mode not in ('bilinear','nearest'): raise ValueError(f"`grid_sample_xla` can look up by 'bilinear' or 'nearest'. Got {mode!r}: bring the tensors to the host for that.")
-    x,grid = _raw(x),_raw(grid)
-    n,c,h,w = x.shape
-    px,py = [_source(grid[...,i], s, padding_mode, align_corners) for i,s in enumerate((w,h))]
-    rows,first = x.permute(0,2,3,1).reshape(-1, c),torch.arange(n, device=x.device, dtype=torch.int32)[:,None,None]*(h*w)
-    def pick(ix, iy):
-        idx = first + iy.clamp(0, h-1).int()*w + ix.clamp(0, w-1).int()
-        res = rows.index_select(0, idx.flatten()).reshape(*idx.shape, c)
-        return torch.where(((ix>=0) & (ix<w) & (iy>=0) & (iy<h))[...,None], res, 0)
+    if mode not in ('bilinear','nearest'):
+        raise ValueError(f"`grid_sample_xla` can look up by 'bilinear' or 'nearest'. Got {mode!r}: bring the tensors to the host for that.")
+    x,grid = raw(x),raw(grid)
+    px,py = [source_pixel(grid[...,i], n, padding_mode, align_corners) for i,n in enumerate((x.shape[3],x.shape[2]))]
+    pick = partial(_picked, x.permute(0,2,3,1))
     if mode=='nearest': return pick(px.round(), py.round()).permute(0,3,1,2)
     x0,y0 = px.floor(),py.floor()
     wx,wy = (px-x0)[...,None],(py-y0)[...,None]
     res = pick(x0,y0)*(1-wx)*(1-wy) + pick(x0+1,y0)*wx*(1-wy) + pick(x0,y0+1)*(1-wx)*wy + pick(x0+1,y0+1)*wx*wy
     return res.to(x.dtype).permute(0,3,1,2)
 
-# %% ../../nbs/14_patches.ops.ipynb #sample-patch
-@replaces(torch, 'grid_sampler', 'torch_xla 2.8-2.9', 'it ran on the host: the images were read from the device and sent back')
-def _grid_sampler(old, input, grid, mode, padding_mode, align_corners):
-    if not (on_xla(input) and input.ndim==4 and mode<2): return old(input, grid, mode, padding_mode, align_corners)
-    return grid_sample_xla(input, grid, ('bilinear','nearest')[mode], ('zeros','border','reflection')[padding_mode], align_corners)
-
-def _line(n, align_corners, device='cpu'):
+# %% ../../nbs/14_patches.ops.ipynb #pixel-line
+def pixel_line(
+    n:int, # Pixels
+    align_corners:bool, # As for `grid_sample_xla`
+    device='cpu', # Of the result
+):
     "The coordinates of `n` pixels, from -1 to 1, by torch's own formula"
     i = torch.arange(n, device=device, dtype=torch.float32)
     if n==1: return i
@@ -88,11 +101,17 @@ def _line(n, align_corners, device='cpu'):
     res = torch.where(i<n//2, i*step-1, 1-(n-1-i)*step)
     return res if align_corners else res*(n-1)/n
 
-@replaces(torch, 'affine_grid_generator', 'torch_xla 2.8-2.9', 'a float32 matrix product, which a TPU rounds to bfloat16: coordinates were off by up to half a pixel at 384')
+# %% ../../nbs/14_patches.ops.ipynb #sample-patch
+@replaces(torch, 'grid_sampler', 'torch_xla 2.8-2.9, pytorch/xla 6581', 'it ran on the host: the images were read from the device and sent back')
+def _grid_sampler(old, input, grid, mode, padding_mode, align_corners):
+    if not (on_xla(input) and input.ndim==4 and mode<2): return old(input, grid, mode, padding_mode, align_corners)
+    return grid_sample_xla(input, grid, ('bilinear','nearest')[mode], ('zeros','border','reflection')[padding_mode], align_corners)
+
+@replaces(torch, 'affine_grid_generator', 'torch_xla 2.8-2.9', 'a TPU rounds a float32 matrix product to bfloat16: coordinates were off by half a pixel at 384')
 def _affine_grid_generator(old, theta, size, align_corners):
     if not (on_xla(theta) and len(size)==4): return old(theta, size, align_corners)
-    y,x = [_line(n, align_corners, theta.device) for n in size[-2:]]
-    m = _raw(theta)[...,None,None]
+    y,x = [pixel_line(n, align_corners, theta.device) for n in size[-2:]]
+    m = raw(theta)[...,None,None]
     return torch.stack([m[:,i,0]*x + m[:,i,1]*y[:,None] + m[:,i,2] for i in (0,1)], -1)
 
 # %% ../../nbs/14_patches.ops.ipynb #lstm
@@ -133,23 +152,37 @@ class _Recur(torch.autograd.Function):
         (dh,dc,_),(d,) = _scan(_cell_back, [dh,dc,w], [dhs,cs,gates], reverse=True)
         return d,dh,dc,d.flatten(0,1).t() @ torch.cat([h[None],hs[:-1]]).flatten(0,1)
 
-def _one_layer(x, h, c, wi, wh, bi=None, bh=None, reverse=False):
-    "One direction of one layer on `x`, of shape (steps, samples, features)"
-    gx = F.linear(x, wi, None if bi is None else bi+bh).to(h.dtype)
-    out,h,c = _Recur.apply(gx.flip(0) if reverse else gx, h, c, wh.to(h.dtype))
+# %% ../../nbs/14_patches.ops.ipynb #lstm-layers
+def _one_direction(x, h, c, w_in, w_rec, b_in=None, b_rec=None, reverse=False):
+    "Outputs on `x`, of shape (steps, samples, features), last output and last state of one direction of one layer"
+    gx = F.linear(x, w_in, None if b_in is None else b_in+b_rec).to(h.dtype)
+    out,h,c = _Recur.apply(gx.flip(0) if reverse else gx, h, c, w_rec.to(h.dtype))
     return (out.flip(0) if reverse else out),h,c
 
-@replaces(torch._VF, 'lstm', 'torch_xla 2.8-2.9', 'the graph grew with the length of the sequence: a minute to compile 72 steps, and 3 uploads a step of it')
+def _one_layer(x, starts, weights):
+    "Outputs of one layer, those of both directions side by side, and the ends of its directions"
+    dirs = [_one_direction(x, *start, *ws, reverse=i==1) for i,(start,ws) in enumerate(zip(starts, weights))]
+    return torch.cat([out for out,*_ in dirs], -1),[end for _,*end in dirs]
+
+def _layers(x, starts, weights, n_dir, dropout):
+    "Outputs of the last layer, and the ends of all of them"
+    ends = []
+    for i in range(0, len(weights), n_dir):
+        if i: x = F.dropout(x, dropout, dropout>0)
+        x,layer_ends = _one_layer(x, starts[i:i+n_dir], weights[i:i+n_dir])
+        ends += layer_ends
+    return x,ends
+
+def _chunks(o, n): return [o[i:i+n] for i in range(0, len(o), n)]
+
+@replaces(torch._VF, 'lstm', 'torch_xla 2.8-2.9, pytorch/xla 1027 and 2422', 'a graph for each length, which took a minute to compile for 72 steps')
 def _lstm(old, x, hx, params, *args):
-    if not on_xla(x) or not isinstance(hx, (tuple,list)): return old(x, hx, params, *args)
-    has_biases,n_layers,dropout,train,bidir,batch_first = args
-    n_dir,n_w = 1+bidir,2+2*has_biases
-    if len(params)!=n_layers*n_dir*n_w: return old(x, hx, params, *args)
-    cls,x,ends = type(x),(x.transpose(0,1) if batch_first else x).as_subclass(torch.Tensor),[]
-    for l in range(n_layers):
-        dirs = [_one_layer(x, *(o[k].as_subclass(torch.Tensor) for o in hx), *params[k*n_w:(k+1)*n_w], reverse=k>l*n_dir) for k in range(l*n_dir, (l+1)*n_dir)]
-        x = torch.cat([o[0] for o in dirs], -1)
-        ends += [o[1:] for o in dirs]
-        if l<n_layers-1: x = F.dropout(x, dropout, train)
-    out = (x.transpose(0,1) if batch_first else x, *map(torch.stack, zip(*ends)))
-    return out if cls is torch.Tensor else tuple(o.as_subclass(cls) for o in out)
+    if not on_xla(x) or not isinstance(hx, (tuple,list)): return old(x, hx, params, *args) # packed sequences come with their sizes as `hx`
+    has_biases,n_layers,dropout,train,bidirectional,batch_first = args
+    n_dir,weights = 1+bidirectional,_chunks(params, 2+2*has_biases)
+    has_projections = len(params)!=n_layers*n_dir*(2+2*has_biases)
+    if has_projections: return old(x, hx, params, *args)
+    steps_first = raw(x).transpose(0, 1) if batch_first else raw(x)
+    out,ends = _layers(steps_first, list(zip(*map(raw, hx))), weights, n_dir, dropout if train else 0)
+    res = (out.transpose(0, 1) if batch_first else out, *map(torch.stack, zip(*ends)))
+    return res if type(x) is torch.Tensor else tuple(o.as_subclass(type(x)) for o in res)

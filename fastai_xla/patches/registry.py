@@ -27,10 +27,11 @@ class Patch:
         versions:str, # Where the fault was seen
     ):
         store_attr()
-        self.in_force = False
+        self.in_force = self.wanted = False
 
     def apply(self):
-        "Put `new` in the place of what is there now"
+        "Put `new` in the place of what is there now, from here on also by `apply_patches`"
+        self.wanted = True
         if self.in_force: return
         self.stock,self.old = getattr(self.owner, self.name, None),vars(self.owner).get(self.name, _missing)
         setattr(self.owner, self.name, self.new)
@@ -57,28 +58,29 @@ def replaces(
     name:str, # The function's name there
     versions:str, # Where the fault was seen, or its upstream issue
     why:str, # The fault without it
+    apply:bool=True, # At once? Else when its `apply` is called
 ):
     "Decorator: `f(old, *args)` takes the place of `owner.name`; `old` is None where there is none"
     def _inner(f):
         maker = getattr(f, 'func', f).__qualname__
         _withdraw(owner, name, maker)
         stock = getattr(owner, name, None)
-        def new(*args, **kwargs): return f(patch.stock, *args, **kwargs)
+        def new(*args, **kwargs): return f(new.patch.stock, *args, **kwargs)
         if op := _find_builtin(stock): _register_builtin(new, op)
         update_wrapper(new, stock or f).maker = maker
-        patch = Patch(owner, name, new, why, versions)
-        patch.apply()
-        _patches.append(patch)
+        new.patch = Patch(owner, name, new, why, versions)
+        if apply: new.patch.apply()
+        _patches.append(new.patch)
         return new
     return _inner
 
 def _withdraw(owner, name, maker):
     "Take back what `maker` put in the place of `owner.name`: its cell is run again"
     stack = _patches.filter(lambda p: p.owner is owner and p.name==name)
-    for p in reversed(stack): p.undo()
-    for p in stack:
-        if p.new.maker==maker: _patches.remove(p)
-        else: p.apply()
+    on = stack.filter(lambda p: p.in_force)
+    for p in reversed(on): p.undo()
+    for p in on.filter(lambda p: p.new.maker!=maker): p.apply()
+    for p in stack.filter(lambda p: p.new.maker==maker): _patches.remove(p)
 
 def patches_in_force():
     "The replacements that are active now, each with its versions and its reason"
@@ -90,7 +92,7 @@ def undo_patches():
 
 def apply_patches():
     "Replace again what `undo_patches` put back"
-    for p in _patches: p.apply()
+    for p in _patches.filter(lambda p: p.wanted): p.apply()
 
 # %% ../../nbs/10_patches.registry.ipynb #loans
 def _own(owner, name):
@@ -112,6 +114,7 @@ class Loans:
     "What is replaced on objects for a while; as a context it gives all back at the end"
     def __init__(self): self._out = []
     def __len__(self): return len(self._out)
+    def __reduce__(self): return type(self), () # a copy of who lends has lent nothing
     def __enter__(self): return self
     def __exit__(self, *args): self.give_back()
 
@@ -121,12 +124,15 @@ class Loans:
         f, # Called as `f(owner, stock, *args, **kwargs)`, where `stock` is the owner's own function
     ):
         "Have `f` stand for `owner.name`"
-        loan = Loan(owner, name, f)
-        _put(owner, name, loan)
-        self._out.append(loan)
+        self.put(owner, name, Loan(owner, name, f))
+
+    def put(self, owner, name, value):
+        "Have `value` itself stand for `owner.name`: a descriptor where `owner` is a class, or something that is not called"
+        self._out.append((owner, name, value, vars(owner).get(name, _missing)))
+        _put(owner, name, value)
 
     def give_back(self):
         "Everything as it was, the last loan first; what somebody else has replaced since stays"
         while self._out:
-            o = self._out.pop()
-            if vars(o.owner).get(o.name) is o: _put(o.owner, o.name, o.own)
+            owner,name,value,own = self._out.pop()
+            if vars(owner).get(name) is value: _put(owner, name, own)

@@ -8,29 +8,27 @@ Docs: https://fastai-xla.github.io/fastai_xla/patches.spmd.html.md"""
 __all__ = ['read_spread_in_pieces']
 
 # %% ../../nbs/17_patches.spmd.ipynb #imports
-from functools import lru_cache
 import torch
 from ..runtime.transfer import is_spread, on_xla, to_host
-from .registry import Patch, _patches
+from .registry import replaces
 
 # %% ../../nbs/17_patches.spmd.ipynb #reads
-_tensor_cpu,_tensor_to = torch.Tensor.cpu,torch.Tensor.to
+_why = 'a program was compiled for each tensor that is spread over several cores, at each read'
 
 def _is_read_in_pieces(t): return on_xla(t) and not (t.requires_grad and torch.is_grad_enabled()) and is_spread(t)
 
-def _cpu(self, *args, **kwargs): return to_host(self) if _is_read_in_pieces(self) else _tensor_cpu(self, *args, **kwargs)
+def _asks_for_host(to=None, *args, device=None, tensor=None, **kwargs):
+    "Do these arguments of `Tensor.to`, of which the first can be a device, a type or a tensor, name the host?"
+    return any(str(getattr(o, 'device', o))=='cpu' for o in (to, device, tensor))
 
-def _to(self, *args, **kwargs):
-    if _is_read_in_pieces(self) and any(str(getattr(o, 'device', o))=='cpu' for o in (*args[:1], kwargs.get('device'), kwargs.get('other'))): self = to_host(self)
-    return _tensor_to(self, *args, **kwargs)
+@replaces(torch.Tensor, 'cpu', 'torch_xla 2.8-2.9', _why, apply=False)
+def _cpu(old, self, *args, **kwargs): return to_host(self) if _is_read_in_pieces(self) else old(self, *args, **kwargs)
 
-@lru_cache(None)
-def _read_patches():
-    why = 'a program was compiled for each tensor that is spread over several cores, at each read'
-    return [Patch(torch.Tensor, name, f, why, 'torch_xla 2.8-2.9') for name,f in (('cpu',_cpu), ('to',_to))]
+@replaces(torch.Tensor, 'to', 'torch_xla 2.8-2.9', _why, apply=False)
+def _to(old, self, *args, **kwargs):
+    if _asks_for_host(*args, **kwargs) and _is_read_in_pieces(self): self = to_host(self)
+    return old(self, *args, **kwargs)
 
 def read_spread_in_pieces():
     "From now on `Tensor.cpu` and `Tensor.to` read in pieces what is spread over several cores"
-    for p in _read_patches():
-        if p not in _patches: _patches.append(p)
-        p.apply()
+    for f in (_cpu, _to): f.patch.apply()

@@ -8,139 +8,135 @@ Docs: https://fastai-xla.github.io/fastai_xla/patches.travel.html.md"""
 __all__ = []
 
 # %% ../../nbs/12_patches.travel.ipynb #imports
-import sys
+import io, sys
 from copy import deepcopy
 from functools import partial, reduce
+from operator import is_
 from types import FunctionType, MethodType
 import cloudpickle, fastai.optimizer, plum, torch
 from fastai.basics import Callback, DataLoader, Learner, Metric, Recorder, Transform
-from fastai.callback.progress import CSVLogger
-from fastcore.all import L, noop
+from fastcore.all import L
 from ..runtime.transfer import on_xla
-from .registry import replaces
-from .grads import grad_of, _BaseOptimizer
+from .registry import Loan, replaces
+from .grads import grad_of
 
 # %% ../../nbs/12_patches.travel.ipynb #reduce-ex
-@replaces(torch.Tensor, '_reduce_ex_internal', 'torch 2.8-2.9', 'a file with XLA tensors could not be loaded without torch_xla: they are written as host tensors')
+@replaces(torch.Tensor, '_reduce_ex_internal', 'torch 2.8-2.9, pytorch/xla 2858', 'a file with XLA tensors could not be loaded without torch_xla')
 def _reduce_ex_internal(old, self, proto): return old(self.cpu() if on_xla(self) else self, proto)
 
 # %% ../../nbs/12_patches.travel.ipynb #load-state
-def _with_params(opt):
-    for p,st in opt.state.items():
-        if on_xla(p): st.update({k: v.to(p.device) for k,v in st.items() if isinstance(v, torch.Tensor)})
-
 @replaces(fastai.optimizer.Optimizer, 'load_state_dict', 'fastai 2.8', 'the loaded state stayed on the host when the parameters were on an XLA device')
 def _load_state_dict(old, self, sd):
     old(self, sd)
-    _with_params(self)
+    for p,st in self.state.items():
+        if on_xla(p): st.update({k: v.to(p.device) for k,v in st.items() if isinstance(v, torch.Tensor)})
 
 @replaces(fastai.optimizer.Lookahead, 'load_state_dict', 'fastai 2.8', 'the slow weights stayed on the host when the parameters were on an XLA device')
 def _lookahead_load_state_dict(old, self, sd):
     old(self, sd)
-    if self.slow_weights is not None: self.slow_weights = L(L(s.to(p.device) for s,p in zip(*o)) for o in zip(self.slow_weights, self.param_lists))
+    if self.slow_weights is None: return
+    self.slow_weights = L(L(w.to(p.device) for w,p in zip(*o)) for o in zip(self.slow_weights, self.param_lists))
 
-# %% ../../nbs/12_patches.travel.ipynb #by-value
+# %% ../../nbs/12_patches.travel.ipynb #stands-in
 def _has_name(f):
     "Does pickle find the function `f` by its name?"
     try: return reduce(getattr, f.__qualname__.split('.'), sys.modules[f.__module__]) is f
     except (AttributeError, KeyError): return False
 
-def _needs_value(o):
+def _is_nameless(o):
     "Is `o` made of a function that pickle does not find?"
     if isinstance(o, FunctionType): return not _has_name(o)
-    if isinstance(o, partial): return _needs_value(o.func)
-    if isinstance(o, MethodType): return _needs_value(o.__func__) and getattr(type(o.__self__), o.__name__, None) is not o.__func__
-    return isinstance(o, plum.Function) and any(_needs_value(m.implementation) for m in o.methods)
+    if isinstance(o, partial): return _is_nameless(o.func)
+    if isinstance(o, MethodType): return _is_nameless(o.__func__) and getattr(type(o.__self__), o.__name__, None) is not o.__func__
+    return isinstance(o, plum.Function) and any(_is_nameless(m.implementation) for m in o.methods)
 
 def _method(f, o): return MethodType(f, o)
 
-class _ByValue:
-    "Stands for `o` in a state, and is pickled as its value"
-    def __init__(self, o): self.o = o
-    def __deepcopy__(self, memo): return deepcopy(self.o, memo)
-    def __reduce__(self):
-        o = self.o
-        if isinstance(o, MethodType): return _method, (_by_value(o.__func__), o.__self__)
-        if isinstance(o, partial): return partial, (f:=_by_value(o.func),), (f, o.args, o.keywords, None)
-        return cloudpickle.loads, (cloudpickle.dumps(o),)
+def _function_again(o):
+    "How to make the nameless function `o` again, for pickle: what to call, and with what"
+    if isinstance(o, MethodType): return _method, (_StandIn(o.__func__, _function_again), o.__self__)
+    if not isinstance(o, partial): return cloudpickle.loads, (cloudpickle.dumps(o),)
+    f = _StandIn(o.func, _function_again)
+    return partial, (f,), (f, o.args, o.keywords, None)
 
-cloudpickle.Pickler.dispatch_table[_ByValue] = lambda o: (noop, (o.o,))
+def _is_log(o):
+    "Is `o` a text file that was written to?"
+    return isinstance(o, io.TextIOWrapper) and (o.closed or o.writable())
 
-def _replace(o, test, f, deep=2):
-    "`o` with what `test` finds in it replaced by `f` of it; `o` itself where there is nothing"
-    if test(o): return f(o)
-    if type(o) in (list,tuple) and any(map(test, o)): return type(o)(f(v) if test(v) else v for v in o)
-    if type(o) is not dict or not deep: return o
-    res = {k: _replace(v, test, f, deep-1) for k,v in o.items()}
-    return res if any(v is not o[k] for k,v in res.items()) else o
+def _log_again(f):
+    "How to go on with the text file `f`"
+    f.flush()
+    return io.open, (f.name, 'a')
 
-def _by_value(o): return _replace(o, _needs_value, _ByValue)
-
-def _itself(o): return _replace(o, lambda v: isinstance(v, _ByValue), lambda v: v.o)
+class _StandIn:
+    "What pickle is given instead of `o`, and makes by the recipe `again(o)`"
+    def __init__(self, o, again): self.o,self.again = o,again
+    def __reduce__(self): return self.again(self.o)
 
 # %% ../../nbs/12_patches.travel.ipynb #state
-def _getstate(old, self):
-    state = old(self) if old else vars(self)
-    return {k: _by_value(v) for k,v in (state or {}).items()}
+def _logs_again(d):
+    "`d` with stand-ins for its text files, and None for the closed ones"
+    return {k: v if not _is_log(v) else None if v.closed else _StandIn(v, _log_again) for k,v in d.items()}
 
-def _setstate(old, self, state):
-    state = {k: _itself(v) for k,v in state.items()}
-    if old: old(self, state)
-    else: vars(self).update(state)
+def _functions_again(o, deep=2):
+    "`o` with stand-ins for its functions without a name, down to `deep` levels of dicts, lists and tuples; `o` itself where there are none"
+    if _is_nameless(o): return _StandIn(o, _function_again)
+    if not deep or type(o) not in (dict,list,tuple): return o
+    old = list(o.values()) if type(o) is dict else o
+    new = [_functions_again(v, deep-1) for v in old]
+    if all(map(is_, old, new)): return o
+    return dict(zip(o, new)) if type(o) is dict else type(o)(new)
 
-for _owner in (Learner, Callback, Metric, Transform):
-    replaces(_owner, '__getstate__', 'fastai 2.8', 'pickle refused lambdas and local functions, so also every Learner in the middle of `fit_one_cycle`')(_getstate)
-    replaces(_owner, '__setstate__', 'fastai 2.8', "`copy.copy` would get what stands for a function in `__getstate__`'s state")(_setstate)
+class _State(dict):
+    "What an object is made of, as each way of copying wants to have it"
+    def __deepcopy__(self, memo): return deepcopy(_logs_again(self), memo)
+    def __reduce__(self): return dict, (), None, None, ((k, _functions_again(v)) for k,v in _logs_again(self).items())
 
-@replaces(DataLoader, '__getstate__', 'fastai 2.8', 'nothing took a Learner in the middle of a fit: the iterator over its dataset and the lock of an XLA loader stay behind')
-def _dl_getstate(old, self): return {k: v for k,v in _getstate(None, self).items() if k not in ('it','handoff')}
+cloudpickle.Pickler.dispatch_table[_State] = lambda o: (dict, (), None, None, iter(_logs_again(o).items()))
 
-replaces(DataLoader, '__setstate__', 'fastai 2.8', "see `Learner.__setstate__`")(_setstate)
+def _getstate(old, self): return _State((old(self) if old else vars(self)) or {})
+
+for _owner in (Learner, Metric, Transform):
+    replaces(_owner, '__getstate__', 'fastai 2.8', 'pickle refused lambdas and local functions, fastai\'s own among them')(_getstate)
+
+# %% ../../nbs/12_patches.travel.ipynb #callback
+@replaces(Callback, '__getstate__', 'fastai 2.8', 'a copy in a fit could not go on: schedules and log files were refused, and the Recorder lost its values')
+def _cb_getstate(old, self):
+    history = self._stateattrs if isinstance(self, Recorder) and getattr(self.learn, 'opt', None) is not None else ()
+    return _State({**old(self), **{k: vars(self)[k] for k in history if k in vars(self)}})
+
+# %% ../../nbs/12_patches.travel.ipynb #loader
+@replaces(DataLoader, '__getstate__', 'fastai 2.8', 'nothing took a Learner in the middle of a fit, because of the iterator over its dataset')
+def _dl_getstate(old, self): return _State({k: v for k,v in vars(self).items() if k not in ('it','handoff')})
 
 # %% ../../nbs/12_patches.travel.ipynb #grads
-@replaces(_BaseOptimizer, '__getstate__', 'fastai 2.8, torch_xla 2.8-2.9', 'gradients were lost; `xm.optimizer_step` and `xm.reduce_gradients` raised for more than one replica')
-def _opt_getstate(old, self):
-    return {**vars(self), 'param_groups': self.param_groups, 'grads': [(p, grad_of(p)) for pg in self.param_lists for p in pg if grad_of(p) is not None]}
+_opt_class = fastai.optimizer._BaseOptimizer
 
-@replaces(_BaseOptimizer, '__setstate__', 'fastai 2.8', 'gradients were lost')
+@replaces(_opt_class, '__getstate__', 'fastai 2.8, torch_xla 2.8-2.9', 'gradients were lost; `xm.optimizer_step` raised for two replicas and more')
+def _opt_getstate(old, self):
+    grads = [(p, grad_of(p)) for pg in self.param_lists for p in pg]
+    own = {k: v for k,v in vars(self).items() if not isinstance(v, Loan)} # what is lent does not travel
+    return {**own, 'param_groups': self.param_groups, 'grads': [(p, g) for p,g in grads if g is not None]}
+
+@replaces(_opt_class, '__setstate__', 'fastai 2.8', 'see `__getstate__`')
 def _opt_setstate(old, self, state):
     vars(self).update({k: v for k,v in state.items() if k not in ('param_groups','grads')})
     for p,g in state.get('grads', ()): p.grad = g
 
-# %% ../../nbs/12_patches.travel.ipynb #recorder
-@replaces(Recorder, '__getstate__', 'fastai 2.8', 'losses, learning rates and values were lost, and a copy in the middle of a fit could not go on')
-def _recorder_getstate(old, self):
-    kept = () if getattr(self.learn, 'opt', None) is None else self._stateattrs
-    return {**old(self), **{k: v for k,v in vars(self).items() if k in kept}}
-
-# %% ../../nbs/12_patches.travel.ipynb #csv-logger
-@replaces(CSVLogger, '__getstate__', 'fastai 2.8', 'after its first fit nothing took it or its Learner, because of the file')
-def _csv_getstate(old, self):
-    state = old(self)
-    f = state.pop('file', None)
-    if f and not f.closed: f.flush()
-    return state
-
-def _reopen(old, self, *args):
-    if 'file' not in vars(self): self.file = (self.path/self.fname).open('a')
-    old(self, *args)
-
-replaces(CSVLogger, '_write_line', 'fastai 2.8', 'a copy has no file, see `__getstate__`')(_reopen)
-replaces(CSVLogger, 'after_fit', 'fastai 2.8', 'a copy has no file, see `__getstate__`')(_reopen)
-
 # %% ../../nbs/12_patches.travel.ipynb #deepcopy
+_takes_values = '_takes_values' # in the memo of a copy: of tensors that were computed, the values are copied
+
 def _deepcopy(old, self, memo):
-    res = old(self, memo) if self.is_leaf or 'values' not in memo else old(self.detach(), {})
+    res = old(self.detach(), {}) if _takes_values in memo and not self.is_leaf else old(self, memo)
     if on_xla(self): res.data = self.detach().cpu().to(self.device)
     return res
 
 for _owner in (torch.Tensor, torch.nn.Parameter):
-    replaces(_owner, '__deepcopy__', 'torch_xla 2.8-2.9', 'a copy that was read shared its buffer with the original, and the next training step destroyed both')(_deepcopy)
+    replaces(_owner, '__deepcopy__', 'torch_xla 2.8-2.9', 'a copy that was read shared its buffer with the original: the next step destroyed both')(_deepcopy)
 
-# %% ../../nbs/12_patches.travel.ipynb #deepcopy-learner
 @replaces(Learner, '__deepcopy__', 'fastai 2.8', 'a Learner that held a loss with its graph was refused')
 def _deepcopy_learner(old, self, memo):
-    memo['values'] = True
+    memo[_takes_values] = True
     f,args,state,*_ = self.__reduce_ex__(4)
     res = memo[id(self)] = f(*args)
     res.__setstate__(deepcopy(state, memo))

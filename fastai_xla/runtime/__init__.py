@@ -5,3 +5,4 @@ from .counts import *
 from .transfer import *
 from .table import *
 from .doctor import *
+from .signals import *

@@ -6,7 +6,8 @@ Docs: https://fastai-xla.github.io/fastai_xla/runtime.device.html.md"""
 
 # %% auto #0
 __all__ = ['torch_xla', 'xm', 'xr', 'met', 'XLANotInstalled', 'XLAVersionMismatch', 'xla_available', 'require_xla', 'device_kind',
-           'n_cores', 'runtime_started', 'mend_env', 'xla_device', 'use_compile_cache', 'in_notebook']
+           'n_cores', 'n_processes', 'runtime_started', 'mend_env', 'start_error', 'xla_device', 'use_compile_cache',
+           'in_notebook']
 
 # %% ../../nbs/00_runtime.device.ipynb #imports
 from fastcore.imports import in_notebook
@@ -98,6 +99,11 @@ def n_cores():
     if kind=='TPU': return _tpu.num_available_chips() and _tpu.num_available_devices()
     return int(os.environ.get('CPU_NUM_DEVICES', 1)) if kind=='CPU' else 0
 
+# %% ../../nbs/00_runtime.device.ipynb #n-processes
+def n_processes():
+    "Number of processes that it takes to use all cores of this machine"
+    return _tpu.num_local_processes() if device_kind()=='TPU' else 1
+
 # %% ../../nbs/00_runtime.device.ipynb #runtime-started
 def runtime_started():
     "Whether the XLA runtime has been started in this process"
@@ -139,6 +145,14 @@ def _start_remedy(
     if 'No PjRtPlugin' in msg: return f"PJRT_DEVICE={kind} is not a device here: set it to TPU or CPU, or unset it, and restart Python"
     return "Restart Python (in a notebook: the kernel), and see `fastai-xla doctor`"
 
+# %% ../../nbs/00_runtime.device.ipynb #start-error
+def start_error(
+    e:Exception # What the runtime raised
+):
+    "The error for a runtime that did not start, with its remedy"
+    kind,msg = device_kind(),str(e)
+    return RuntimeError(f"The XLA runtime did not start (PJRT_DEVICE={kind}). {_start_remedy(msg, kind, _holders())}. It said: {msg}")
+
 # %% ../../nbs/00_runtime.device.ipynb #start
 _start_error = None
 
@@ -148,9 +162,7 @@ def _start():
     if _start_error is None:
         try: return torch_xla.device()
         except Exception as e: _start_error = e
-    e,kind = _start_error,device_kind()
-    remedy = _start_remedy(str(e), kind, _holders())
-    raise RuntimeError(f"The XLA runtime did not start (PJRT_DEVICE={kind}). {remedy}. It said: {e}") from e
+    raise start_error(_start_error) from _start_error
 
 # %% ../../nbs/00_runtime.device.ipynb #backward-cure
 @lru_cache(None)

@@ -9,15 +9,14 @@ __all__ = ['check_process', 'n_devices_for', 'start_spmd', 'shard_tensor', 'para
            'shard_learner', 'materialize_sharded', 'BlockMarker']
 
 # %% ../../nbs/71_sharding.place.ipynb #imports
-from ..launch.pool import current_pool
 import math, os
-
-from torch import nn
 from ..runtime.device import device_kind, n_cores, require_xla, runtime_started, torch_xla, xr
 from ..runtime.transfer import on_xla, send, tensors_of
 from ..patches.spmd import read_spread_in_pieces
 from ..models.deferred import materialize
+from ..models.repeats import repeated_blocks
 from ..train.move import learner_modules, opt_states, repoint_opt
+from ..launch.pool import current_pool
 from .rules import infer_sharding
 
 # %% ../../nbs/71_sharding.place.ipynb #process
@@ -109,16 +108,12 @@ def materialize_sharded(learn, mesh, rules, device):
     if learn.opt is not None: repoint_opt(learn.opt, new)
 
 # %% ../../nbs/71_sharding.place.ipynb #blocks
-def _blocks(model):
-    "The parts that models repeat: children with children of their own of each `Sequential` and `ModuleList`"
-    return [c for m in model.modules() if isinstance(m, (nn.Sequential, nn.ModuleList)) for c in m if any(True for _ in c.children())]
-
 class BlockMarker:
     "A forward hook that spreads what a block makes of `n` samples like the batch"
     def __init__(self, mesh): self.mesh,self.n,self.handles,self.specs = mesh,0,[],{}
     def attach(self, model):
         self.detach()
-        self.handles = [o.register_forward_hook(self) for o in _blocks(model)]
+        self.handles = [o.register_forward_hook(self) for o in repeated_blocks(model)]
     def detach(self):
         for h in self.handles: h.remove()
         self.handles = []

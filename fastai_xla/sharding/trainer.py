@@ -42,18 +42,13 @@ class TPUShardedTrainer(TPUTrainer):
         **kwargs, # As for `TPUTrainer`
     ):
         super().__init__(**kwargs)
-        self.mesh,self.rules,self.partition_norms,self.runner = mesh,rules,partition_norms,runner
-        self.blocks,self.has_state = BlockMarker(mesh),None
+        self.mesh,self.rules,self.partition_norms,self.runner,self.blocks,self.has_state = mesh,rules,partition_norms,runner,BlockMarker(mesh),None
 
     @property
-    def table(self):
-        "How the model's parameters are spread, and why"
-        return infer_sharding(self.learn.model, self.mesh, self.rules)
+    def table(self): return infer_sharding(self.learn.model, self.mesh, self.rules)
 
     @property
-    def specs(self):
-        "How each parameter of the Learner is spread"
-        return param_specs(self.learn, self.mesh, self.rules)
+    def specs(self): return param_specs(self.learn, self.mesh, self.rules)
 
     def place(self):
         "Spread the Learner over the cores; what is spread already stays as it is"

@@ -37,8 +37,12 @@ class HostQueue:
 
     def flush(self):
         "Fetch all that waits in one transfer, and hand it over in order"
-        waiting,self.waiting,self.nbytes,self.last = self.waiting,[],0,time.monotonic()
-        for (meter,_),b in zip(waiting, to_host([b for _,b in waiting])): self._hand_over(meter, b)
+        waiting,hosts = self.waiting,to_host([b for _,b in self.waiting])
+        self.waiting,self.nbytes,self.last,errors = [],0,time.monotonic(),[]
+        for (meter,_),b in zip(waiting, hosts):
+            try: self._hand_over(meter, b)
+            except Exception as e: errors.append(e)
+        if errors: raise errors[0]
 
     def _hand_over(self, meter, b): meter.arrived(*b)
 
@@ -140,6 +144,7 @@ class PendingLoss(torch.Tensor):
     def __init__(self, meter, i): self.meter,self.i = meter,i
     @property
     def known(self):
+        "The value, fetched if it has not come home"
         if len(self.meter.history)<=self.i: self.meter.queue.flush()
         return self.meter.history[self.i]
     @classmethod
@@ -149,8 +154,9 @@ class PendingLoss(torch.Tensor):
     def numpy(self, **kwargs): return self.known.numpy(**kwargs)
     def tolist(self): return self.known.tolist()
     def __array__(self, *args, **kwargs): return self.known.__array__(*args, **kwargs)
-    @property
-    def newest(self): return self.meter.metric.value if self.meter.metric.count else None
+    def newest(self):
+        "The last smoothed loss that has come home, at no cost; None before the first"
+        return self.meter.metric.value if self.meter.metric.count else None
     def __format__(self, spec): return format(self.known.item(), spec)
     def __repr__(self, **kwargs): return repr(self.known)
     def __reduce_ex__(self, proto): return self.known.__reduce_ex__(proto)

@@ -18,9 +18,18 @@ from ..patches.grads import forget_zeros, remember_zeros
 from ..models.deferred import materialize
 
 # %% ../../nbs/40_train.move.ipynb #slots
-def learner_modules(learn): return [m for m in (learn.model, learn.loss_func, getattr(learn.loss_func, 'func', None)) if isinstance(m, nn.Module)]
+def learner_modules(
+    learn, # A Learner
+):
+    "The model, and the loss function where it is a module or wraps one"
+    found = learn.model, learn.loss_func, getattr(learn.loss_func, 'func', None)
+    return [m for m in found if isinstance(m, nn.Module)]
 
-def param_slots(m): return [(mod,n,p) for mod in m.modules() for n,p in mod._parameters.items() if p is not None]
+def param_slots(
+    m:nn.Module, # A model
+):
+    "Each place of a parameter in `m`: (module, name, parameter); a tied one has several"
+    return [(mod,n,p) for mod in m.modules() for n,p in mod._parameters.items() if p is not None]
 
 def _move_module(m, device):
     "Move `m`, keep tied parameters tied, and return `{old parameter: new parameter}`"
@@ -36,14 +45,18 @@ def _move_module(m, device):
     return {**made, **new}
 
 # %% ../../nbs/40_train.move.ipynb #move-opt
+def opt_states(
+    opt, # An optimizer of fastai, or `OptimWrapper`
+):
+    "The state dicts of `opt` and of what it wraps, keyed by parameter"
+    return [opt.state, opt.opt.state] if isinstance(opt, OptimWrapper) else [opt.state]
+
 def _state_to(p, st): return {k: v.to(p.device) if isinstance(v, torch.Tensor) and k!='step' else v for k,v in st.items()}
 
-def opt_states(opt):
-    "The state dicts of `opt` and of what it wraps, keyed by parameter"
-    inner = getattr(opt, 'opt', None)
-    return [opt.state] + ([inner.state] if isinstance(opt, OptimWrapper) else [])
-
-def repoint_opt(opt, new):
+def repoint_opt(
+    opt, # An optimizer of fastai, or `OptimWrapper`
+    new:dict, # New parameters by old ones; others stay
+):
     "Point `opt` at the parameters of `new`, and move its state to where they are"
     opt.param_lists = [type(pg)([new.get(p,p) for p in pg]) for pg in opt.param_lists]
     for st in opt_states(opt):
@@ -57,13 +70,24 @@ def repoint_opt(opt, new):
 def _check_learner(learn, opt, device):
     ps = {p for m in learner_modules(learn) for p in m.parameters()}
     left = [str(p.device) for p in ps if p.device.type!=device.type]
-    assert not left, f"The model did not move to {device}: {len(left)} of its {len(ps)} parameters are on {left[0]}. A module that overrides `_apply` or `to` must move its parameters."
+    assert not left, (f"The model did not move to {device}: {len(left)} of its {len(ps)} parameters are on {left[0]}. "
+                      "A module that overrides `_apply` or `to` must move its parameters.")
     if opt is None: return
     lost = sum(p not in ps for pg in opt.param_lists for p in pg)
     assert not lost, (f"The optimizer holds {lost} parameters that are not the model's, so training would change nothing the model uses. "
                       "If you replaced `learn.model` or parts of it, call `learn.create_opt()`.")
 
 # %% ../../nbs/40_train.move.ipynb #move-learner
+def _move(learn, device):
+    "Move without a check; the optimizer, or that which `opt_func` is already"
+    new,opt = {},learn.opt
+    zeros = forget_zeros(opt, device)
+    for m in learner_modules(learn): new.update(_move_module(m, device))
+    for p in zeros: remember_zeros(new.get(p,p))
+    if opt is None and isinstance(learn.opt_func, OptimWrapper): opt = learn.opt_func
+    if opt is not None: repoint_opt(opt, new)
+    return opt
+
 def move_learner(
     learn:Learner, # Its model, loss function and optimizer move
     device, # Where to: 'cpu' or an XLA device
@@ -73,15 +97,6 @@ def move_learner(
     opt = _move(learn, device)
     try: _check_learner(learn, opt, device)
     except AssertionError:
-        _move(learn, was)
+        if was is not None: _move(learn, was)
         raise
     return learn
-
-def _move(learn, device):
-    new,opt = {},learn.opt
-    zeros = forget_zeros(opt, device)
-    for m in learner_modules(learn): new.update(_move_module(m, device))
-    for p in zeros: remember_zeros(new.get(p,p))
-    if opt is None and isinstance(learn.opt_func, OptimWrapper): opt = learn.opt_func
-    if opt is not None: repoint_opt(opt, new)
-    return opt

@@ -14,7 +14,7 @@ from collections import Counter
 import torch
 from fastai.basics import GatherPredsCallback, Learner, TrainEvalCallback
 from torch.overrides import TorchFunctionMode
-from ..runtime.counts import fallbacks, n_reads, on_read, n_compiles
+from ..runtime.counts import fallbacks, n_reads, on_read, xla_counts
 from ..runtime.transfer import on_xla, tensors_of
 
 # %% ../../nbs/46_train.strict.ipynb #where
@@ -90,10 +90,40 @@ def _first_change(old, new):
 
 def _shown(call): return 'nothing' if call is None else f"`{call[0]}` of {', '.join(map(str, call[1]))}"
 
-# %% ../../nbs/46_train.strict.ipynb #strict
-_remedies = {'item': 'Keep the tensor, and read what has been collected at the end of an epoch, in one transfer.', '__bool__': 'Write `torch.where` instead of `if`.'}
+# %% ../../nbs/46_train.strict.ipynb #messages
+_remedies = {'item': 'Keep the tensor, and read what has been collected at the end of an epoch, in one transfer.',
+             '__bool__': 'Write `torch.where` instead of `if`.'}
 _remedies.update(dict.fromkeys(('__float__','__int__','tolist','cpu','to','numpy','__array__','__format__','__repr__'), _remedies['item']))
 
+def _read_error(batch, func, ops):
+    "`func` has read the device in `batch`, and the operators `ops` ran on the CPU"
+    what = f"ran {ops[0]} on the CPU, for which XLA has no lowering" if ops else f"read the device{f' by `{func}`' if func else ''}"
+    where = _place_of(_user_frame()) + (' or in the backward pass of what it calls' if func=='backward' else '')
+    remedy = "Replace the operator by others, or do this on the host before the batch is sent." if ops else _remedies.get(func, _remedies['item'])
+    return f"{batch} {what}, at {where}. The host waits there until the device has done all that it was given. {remedy}"
+
+def _shapes(shape): return ', '.join(str(list(o)) for o in shape[:-1])
+
+def _shape_error(batch, new, known):
+    return (f"{batch} was compiled again: its shapes are {_shapes(new)}, after {' and '.join(map(_shapes, known))}. "
+            "Give all batches one size: `item_tfms=Resize(...)`, texts padded to one of a few lengths, `drop_last=True`.")
+
+def _change(change):
+    "What `change` of the calls, see `_first_change`, means to the user"
+    if change is None:
+        return ("it calls the same functions of torch as the one before. A tensor on the device that the step before made is alive now, or was then: "
+                "keep none of them from batch to batch, or all of them.")
+    call,where,old = change
+    return (f"{_shown(call)} stands where the step before had {_shown(old)}, at {_place(*where) if where else _place_of(None)}. "
+            "Do the same operations on the same shapes in every step; where a number decides, make it a tensor on the device.")
+
+def _metric_error(batch, c):
+    file,line = inspect.getsourcefile(c),inspect.getsourcelines(c.accumulate)[1]
+    return (f"{batch} brought predictions and targets to the host for the metric {c.__name__} ({file}:{line}). "
+            "A metric of one's own runs on the host, in every batch. "
+            "Make it a function for `AvgMetric`, which runs on the device, or an `AccumMetric`, which is fed about once a second.")
+
+# %% ../../nbs/46_train.strict.ipynb #strict
 class StrictSteps(XLACallback):
     "Raise `NotSteady` at a read, a compilation or an operator without lowering after the first steps"
     order = TrainEvalCallback.order-.5
@@ -127,7 +157,7 @@ class StrictSteps(XLACallback):
 
     def after_step(self): self.stepped = True
 
-    def _mark(self): self.at,self.fallbacks,self.watcher.calls = n_compiles(),fallbacks(),[]
+    def _mark(self): self.at,self.watcher.calls = xla_counts(),[]
 
     @property
     def kind(self):
@@ -136,7 +166,7 @@ class StrictSteps(XLACallback):
 
     def after_batch(self):
         kind,calls = self.kind,self.watcher.calls
-        if not self.skip and n_compiles()>self.at: self._on_compile(kind, calls)
+        if not self.skip and xla_counts().compiles>self.at.compiles: self._on_compile(kind, calls)
         self.n_of.update([kind, self.came])
         self.calls_of[kind] = calls
         self._mark()
@@ -148,32 +178,15 @@ class StrictSteps(XLACallback):
     def _batch(self): return f"Batch {self.iter} of {'training' if self.training else 'validation'}"
 
     def _on_read(self, func=None):
+        "The host has read the device, by `func` if it is known"
         if not self.live: return
         self.live,metric = False,_fed_metric()
         if metric: raise NotSteady(_metric_error(self._batch, metric))
-        ops = [o for o,n in fallbacks().items() if n!=self.fallbacks.get(o, 0) and o!='aten::_local_scalar_dense']
-        what = f"ran {ops[0]} on the CPU, for which XLA has no lowering" if ops else f"read the device{f' by `{func}`' if func else ''}"
-        where,backward = _user_frame(),' or in the backward pass of what it calls' if func=='backward' else ''
-        remedy = "Replace the operator by others, or do this on the host before the batch is sent." if ops else _remedies.get(func, _remedies['item'])
-        raise NotSteady(f"{self._batch} {what}, at {_place_of(where)}{backward}. The host waits there until the device has done all that it was given. {remedy}")
+        ops = [o for o,n in fallbacks().items() if n!=self.at.fallbacks.get(o, 0) and o!='aten::_local_scalar_dense']
+        raise NotSteady(_read_error(self._batch, func, ops))
 
     def _on_compile(self, kind, calls):
         known,most = self.shapes_of[self.training],2+len(getattr(self.dl, 'lens', ()))
-        if len(known)>most: raise NotSteady(f"{self._batch} was compiled again: its shapes are {_shapes(known[-1])}, after {' and '.join(map(_shapes, known[:most]))}. "
-                                            "Give all batches one size: `item_tfms=Resize(...)`, texts padded to one of a few lengths, `drop_last=True`.")
+        if len(known)>most: raise NotSteady(_shape_error(self._batch, known[-1], known[:most]))
         if self.n_of[kind]<self.warm: return
         raise NotSteady(f"{self._batch} was compiled again: {_change(_first_change(self.calls_of[kind], calls))}")
-
-def _shapes(shape): return ', '.join(str(list(o)) for o in shape[:-1])
-
-def _change(change):
-    if change is None: return ("it calls the same functions of torch as the one before. A tensor on the device that the step before made is alive now, or was then: "
-                               "keep none of them from batch to batch, or all of them.")
-    call,where,old = change
-    return (f"{_shown(call)} stands where the step before had {_shown(old)}, at {_place(*where) if where else _place_of(None)}. "
-            "Do the same operations on the same shapes in every step; where a number decides, make it a tensor on the device.")
-
-def _metric_error(batch, c):
-    file,line = inspect.getsourcefile(c),inspect.getsourcelines(c.accumulate)[1]
-    return (f"{batch} brought predictions and targets to the host for the metric {c.__name__} ({file}:{line}). A metric of one's own runs on the host, in every batch. "
-            "Make it a function for `AvgMetric`, which runs on the device, or an `AccumMetric`, which is fed about once a second.")

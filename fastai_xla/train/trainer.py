@@ -8,8 +8,6 @@ Docs: https://fastai-xla.github.io/fastai_xla/train.trainer.html.md"""
 __all__ = ['stock_metric', 'settled', 'TPUTrainer', 'remove_trainers', 'drop_batch']
 
 # %% ../../nbs/48_train.trainer.ipynb #imports
-from ..patches.learner import XLACallback
-from ..patches.registry import Loans
 from contextlib import contextmanager
 from functools import partial
 from fastai.basics import Learner, noop, TrainEvalCallback
@@ -17,24 +15,37 @@ from fastcore.all import defaults, patch
 from ..runtime.device import torch_xla, use_compile_cache, xla_device
 from ..runtime.ranks import world_size
 from ..runtime.counts import xla_counts
+from ..patches.registry import Loans
+from ..patches.learner import XLACallback, xla_callbacks
 from ..data.rng import base_seed
 from ..data.placement import TfmPlacement
 from ..data.loader import XLADL
-from ..models.text import pads_text
+from ..models.text import lend_text, pads_text
+from ..models.timm import lend_timm
 from .move import move_learner
-from .optimizer import make_state_ahead
-from .meters import device_metric, DeviceMetric, HostQueue
+from .optimizer import lend_step, make_state_ahead
+from .meters import device_metric, DeviceMetric, HostQueue, PendingLoss
+from .stand_ins import lend_stand_ins
 from .strict import StrictSteps
 
 # %% ../../nbs/48_train.trainer.ipynb #meters
+def stock_metric(
+    m, # A metric, as a Learner has it in or out of a fit
+):
+    "The user's own metric: `m`, or what `m` feeds from the device"
+    return m.metric if isinstance(m, DeviceMetric) else m
+
+def settled(
+    v, # Anything
+):
+    "The value of a `PendingLoss`, fetched if need be; anything else as it is"
+    return v.known if isinstance(v, PendingLoss) else v
+
 def _map_meters(learn, f):
+    "Put `f` of each metric and of the Recorder's losses in its place"
     learn._metrics = learn.metrics.map(f)
     rec = getattr(learn, 'recorder', None)
     if rec is not None: vars(rec).update(loss=f(rec.loss), smooth_loss=f(rec.smooth_loss))
-
-def stock_metric(m): return m.metric if isinstance(m, DeviceMetric) else m
-
-def settled(v): return getattr(v, 'known', v)
 
 def _settle_losses(learn):
     "Replace the losses that were pending by their values"
@@ -53,18 +64,29 @@ class TPUTrainer(XLACallback):
         fetch_every:float=1., # Seconds between two fetches of losses and metrics for the progress bar
     ):
         TfmPlacement(None, batch_tfms)
-        self.batch_tfms,self.queue,self._dls,self._told,self._since = batch_tfms,HostQueue(fetch_every),None,False,None
-        self.loans = Loans()
+        self.batch_tfms,self.queue,self.loans = batch_tfms,HostQueue(fetch_every),Loans()
+        self._dls,self._told,self._since = None,False,None
 
     @property
-    def tfm_placement(self): return TfmPlacement(getattr(self.dls.train, 'after_batch', None), self.batch_tfms)
+    def tfm_placement(self):
+        "Which batch transforms of the training set run where, and why"
+        return TfmPlacement(getattr(self.dls.train, 'after_batch', None), self.batch_tfms)
+
+    def takes(self, phase): return phase in ('fit','train','validate')
+
+    def run_phase(self, phase, f, final, rest):
+        "Run the phase as it is; nothing stays lent, however it ends"
+        try: rest(f)
+        finally: self.release()
 
     def before_fit(self):
-        assert defaults.use_cuda is not False, "`default_device(False)` makes fastai put every batch on the CPU: call `default_device(-1)` or `learn.detach_tpu()`."
+        assert defaults.use_cuda is not False, ("`default_device(False)` makes fastai put every batch on the CPU: "
+                                                "call `default_device(-1)` or `learn.detach_tpu()`.")
         self.device = xla_device()
         self._since = self._since or xla_counts()
         torch_xla.manual_seed(self._seed())
         self._hold()
+        self._lend()
 
     def _seed(self): return base_seed()
 
@@ -74,8 +96,17 @@ class TPUTrainer(XLACallback):
         if self._dls is None: self._dls,self._home = self.dls,vars(self.dls).get('_device', _missing)
         self._dls._device = self.device
 
+    def _lend(self):
+        "What the Learner's parts do on a device"
+        self.loans.give_back()
+        lend_stand_ins(self.learn, self.loans)
+        if self.opt is not None: lend_step(self.opt, self.loans)
+        for f in (lend_text, lend_timm): f(self.model, self.loans)
+
     def _start(self, pad):
+        "Get ready for a loop over batches, padded or not"
         self._hold()
+        self._lend()
         _map_meters(self.learn, partial(device_metric, queue=self.queue))
         self.learn.dl = self._loader(self.dl, batch_tfms=self.batch_tfms, pad=pad, pad_text=pads_text(self.model), on_end=self.release)
 
@@ -116,7 +147,7 @@ class TPUTrainer(XLACallback):
         self.learn.loss_grad = None
 
     def release(self):
-        "Give the Learner back what `before_fit` and `before_train` changed"
+        "Give back all that is lent"
         self.loans.give_back()
         self._return_device()
         self.queue.flush_for_us()
@@ -129,6 +160,7 @@ class TPUTrainer(XLACallback):
         else: self._dls._device = self._home
         self._dls = None
 
+# %% ../../nbs/48_train.trainer.ipynb #messages
 def _compiled(c):
     "A line about compiling"
     loaded = f', {c.cached} loaded from the compile cache' if c.cached else ''
@@ -140,6 +172,22 @@ def _no_batches(dl):
             "Give it more samples, a smaller `bs` or `drop_last=False`.")
 
 # %% ../../nbs/48_train.trainer.ipynb #to-tpu
+def remove_trainers(
+    learn, # A Learner, on a device or not
+):
+    "Take the callbacks of `to_tpu` and its relatives away, after they have given back what they had lent"
+    learn.remove_cbs(StrictSteps)
+    for cb in learn._grab_cbs(TPUTrainer):
+        cb.release()
+        learn.remove_cb(cb)
+
+def drop_batch(
+    learn, # A Learner whose last fit was on a device, or was interrupted there
+):
+    "Let go of the last batch and its graph, which are on the device"
+    learn._end_cleanup()
+    learn.loss_grad = None
+
 @patch
 def to_tpu(self:Learner,
     batch_tfms:str='auto', # Where batch transforms run: 'auto', 'host' or 'device'; see `TfmPlacement`
@@ -154,17 +202,6 @@ def to_tpu(self:Learner,
     remove_trainers(self)
     move_learner(self, device)
     return self.add_cbs([cb, StrictSteps()] if strict else [cb])
-
-def remove_trainers(learn):
-    learn.remove_cbs(StrictSteps)
-    for cb in learn._grab_cbs(TPUTrainer):
-        cb.release()
-        learn.remove_cb(cb)
-
-def drop_batch(learn):
-    "Let go of the last batch and its graph, which are on the device"
-    learn._end_cleanup()
-    learn.loss_grad = None
 
 @patch
 def detach_tpu(self:Learner):
@@ -186,4 +223,6 @@ def tpu_ctx(self:Learner,
 @patch(as_prop=True)
 def tfm_placement(self:Learner):
     "Which batch transforms of the training set run where, and why"
-    return next(cb.tfm_placement for cb in self.cbs if hasattr(type(cb), 'tfm_placement'))
+    found = [o for cb in xla_callbacks(self) if (o := cb.tfm_placement) is not None]
+    if found: return found[0]
+    raise RuntimeError("This Learner trains without a TPU, so its batch transforms run as in plain fastai: call `learn.to_tpu()` or a relative first.")

@@ -17,6 +17,15 @@ class ReplicaError(RuntimeError):
         super().__init__(msg)
         self.rank = rank
 
+# %% ../../nbs/50_virtual_cores.barrier.ipynb #by-step
+def _by_step(
+    here:dict # Step by rank
+):
+    "Who is where, as text"
+    ranks = {}
+    for rank in sorted(here): ranks.setdefault(here[rank], []).append(str(rank))
+    return '; '.join(f"replica{'s' if len(rs)>1 else ''} {', '.join(rs)}: {step}" for step,rs in ranks.items())
+
 # %% ../../nbs/50_virtual_cores.barrier.ipynb #barrier
 class _Barrier:
     "Where `n` replicas wait for each other on the host"
@@ -41,16 +50,13 @@ class _Barrier:
         "The error for a rank that nobody will come to, or None"
         if rank in self.left: return ReplicaError(f'Replica {rank} {self.left[rank]}', rank)
         gone = next((o for o in self.left if o in missing), None)
-        if gone is not None: return ReplicaError(f'Replica {rank} waits in {step} for replica {gone}, which {self.left[gone]}', gone)
-        if len({*self.left}.union(*self.open.values()))==self.n:
-            return ReplicaError('The replicas wait for each other. ' + '; '.join(map(_by_step, self.open.values())))
+        if gone is not None:
+            return ReplicaError(f'Replica {rank} waits in {step} for replica {gone}, which {self.left[gone]}', gone)
+        stuck = {*self.left}.union(*self.open.values())
+        if len(stuck)==self.n: return ReplicaError(f"The replicas wait for each other. {'; '.join(map(_by_step, self.open.values()))}")
 
     def leave(self, rank, why):
+        "`rank` will not come any more; `why` follows its name in its peers' errors"
         with self.cv:
             self.left[rank] = why
             self.cv.notify_all()
-
-def _by_step(here):
-    "Who is where, as text"
-    steps = {s: [str(r) for r in sorted(here) if here[r]==s] for s in here.values()}
-    return '; '.join(f"replica{'s' if len(rs)>1 else ''} {', '.join(rs)}: {s}" for s,rs in steps.items())
