@@ -8,7 +8,6 @@ Docs: https://fastai-xla.github.io/fastai_xla/checkpoint.sharded.html.md"""
 __all__ = ['learner_state', 'write_state', 'load_state']
 
 # %% ../../nbs/81_checkpoint.sharded.ipynb #imports
-from ..patches.learner import shared_path
 import warnings
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,7 +22,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from ..runtime.device import torch_xla, xr
 from ..runtime.ranks import barrier, is_main
 from ..runtime.transfer import on_xla, send, tensors_of
-from ..patches.learner import whole_model
+from ..patches.learner import shared_path, whole_model
 from ..sharding.trainer import TPUShardedTrainer
 from .store import find_checkpoint, replacing
 
@@ -43,8 +42,8 @@ def learner_state(learn, with_opt=True):
 def _flatten(o, path=()):
     "The parts of nested `o` by path, down to tensors and what has none"
     if not isinstance(o, (dict,list)) or not tensors_of(o): return {path: o}
-    return {k: v for name,part in (o.items() if isinstance(o, dict) else enumerate(o))
-            for k,v in _flatten(part, (*path, str(name) if isinstance(o, dict) else name)).items()}
+    named = [(str(k), v) for k,v in o.items()] if isinstance(o, dict) else enumerate(o)
+    return {k: v for name,part in named for k,v in _flatten(part, (*path, name)).items()}
 
 class _WritePlanner(DefaultSavePlanner):
     "Writes the parts of a state by name"
@@ -81,7 +80,8 @@ def _spmd_planner():
 def _quiet():
     "Without warnings that there is no process group, and of what torch and torch_xla find in each other"
     with warnings.catch_warnings():
-        for o in ('torch.distributed is disabled', 'The function definition for SavePlanner', 'TypedStorage is deprecated'): warnings.filterwarnings('ignore', o)
+        for o in ('torch.distributed is disabled', 'The function definition for SavePlanner', 'TypedStorage is deprecated'):
+            warnings.filterwarnings('ignore', o)
         yield
 
 def write_state(state, folder):
@@ -129,33 +129,40 @@ def _sender(learn):
     if device.type!='xla': return lambda ts, owners: ts
     cbs = learn._grab_cbs(TPUShardedTrainer)
     if not cbs: return lambda ts, owners: send(ts, device)
-    mesh,of = cbs[0].mesh,dict(zip(learn.model.parameters(), cbs[0].table.specs.values()))
-    def _spread(ts, owners):
-        specs = iter([of.get(p, ()) if p is not None and p.shape==t.shape else () for t,p in zip(ts, owners)])
-        return send(ts, device, lambda t: mesh.xla_spec(t, next(specs)))
-    return _spread
+    mesh,specs = cbs[0].mesh,cbs[0].specs
+    def send_spread(ts, owners):
+        todo = iter([specs.get(p, ()) if p is not None and p.shape==t.shape else () for t,p in zip(ts, owners)])
+        return send(ts, device, lambda t: mesh.xla_spec(t, next(todo)))
+    return send_spread
 
-# %% ../../nbs/81_checkpoint.sharded.ipynb #check
+# %% ../../nbs/81_checkpoint.sharded.ipynb #check-model
 def _check_model(targets, metas, path, strict):
     "Raise unless the tensors `metas` of a file are those of a model"
-    missing,more = [k for k in targets if k not in metas],[k for k in metas if k not in targets]
-    other = [f'{k} ({tuple(m.size)} in the file, {tuple(targets[k].shape)} in the model)' for k,m in metas.items() if k in targets and m.size!=targets[k].shape]
-    found = [f'{what}: {", ".join(ks[:4])}{" and more" if len(ks)>4 else ""}' for what,ks in
-             (('not in the file', missing if strict else []), ('not in the model', more if strict else []), ('of another shape', other)) if ks]
-    if found: raise RuntimeError(f"The checkpoint {path} is not of this model: {'; '.join(found)}." + ("" if other else " `strict=False` loads what there is."))
+    def shapes(k): return f'{k} ({tuple(metas[k].size)} in the file, {tuple(targets[k].shape)} in the model)'
+    other = [shapes(k) for k in metas if k in targets and metas[k].size!=targets[k].shape]
+    faults = {'of another shape': other}
+    if strict: faults = {'not in the file': [k for k in targets if k not in metas], 'not in the model': [k for k in metas if k not in targets], **faults}
+    found = [f'{what}: {", ".join(ks[:4])}{" and more" if len(ks)>4 else ""}' for what,ks in faults.items() if ks]
+    hint = "" if other else " `strict=False` loads what there is."
+    if found: raise RuntimeError(f"The checkpoint {path} is not of this model: {'; '.join(found)}.{hint}")
 
+# %% ../../nbs/81_checkpoint.sharded.ipynb #check-opt
 def _n_states(saved, paths):
     "Number of parameters of a fastai optimizer whose values are `saved` and whose tensors are at some of `paths`"
     return max([len(saved.get('state', ())), *[1+p[2] for p in paths.values() if p[:2]==('opt','state') and len(p)>2]])
 
+def _opt_kind(is_torchs, n_groups, n_params):
+    return f"one of {'torch' if is_torchs else 'fastai'}'s with {n_groups}",n_params
+
 def _check_opt(opt, saved, paths, path):
     "Raise unless `saved` is of an optimizer like `opt`"
-    kind = lambda torchs: "one of torch's" if torchs else "one of fastai's"
-    want = kind(isinstance(opt, OptimWrapper)),len(opt.param_lists),sum(map(len, opt.param_lists))
-    torchs = 'param_groups' in saved
-    got = kind(torchs),len(saved['param_groups' if torchs else 'hypers']),sum(len(o['params']) for o in saved['param_groups']) if torchs else _n_states(saved, paths)
-    if got!=want: raise RuntimeError(f"The checkpoint {path} is of another optimizer: {got[0]} with {got[1]} groups of {got[2]} parameters; this Learner has {want[0]} with {want[1]} of {want[2]}. "
-                                     "Use the same `opt_func` and `splitter`, or load with `with_opt=False`.")
+    want = _opt_kind(isinstance(opt, OptimWrapper), len(opt.param_lists), sum(map(len, opt.param_lists)))
+    groups = saved.get('param_groups')
+    got = _opt_kind(False, len(saved['hypers']), _n_states(saved, paths)) if groups is None else \
+          _opt_kind(True, len(groups), sum(len(o['params']) for o in groups))
+    if got!=want:
+        raise RuntimeError(f"The checkpoint {path} is of another optimizer: {got[0]} groups of {got[1]} parameters; this Learner has {want[0]} of {want[1]}. "
+                           "Use the same `opt_func` and `splitter`, or load with `with_opt=False`.")
 
 # %% ../../nbs/81_checkpoint.sharded.ipynb #load
 def _stays(path, v): return not isinstance(v, torch.Tensor) or path[0]=='opt' and path[-1]=='step'
@@ -172,27 +179,33 @@ def _read_values(path, paths, metas):
     "What is no tensor of the optimizer's state, by flat names"
     return {k: v for d in _read(path, lambda k: paths[k][0]=='opt' and isinstance(metas[k], BytesStorageMetadata)) for k,v in d.items()}
 
-@torch.no_grad()
-def load_state(learn, path, with_opt=None, strict=True):
-    "Load model and optimizer of `learn` from the folder `path`"
-    meta = dcp.FileSystemReader(path).read_metadata()
-    paths,metas,targets = meta.planner_data,meta.state_dict_metadata,get_model(learn.model).state_dict(keep_vars=True)
-    _check_model(targets, {p[1]: metas[k] for k,p in paths.items() if p[0]=='model'}, path, strict)
-    flat = _read_values(path, paths, metas) if _wants_opt(path, paths, with_opt) else None
-    if flat is not None:
-        if learn.opt is None: learn.create_opt()
-        _check_opt(learn.opt, _opt_state(flat, paths), paths, path)
-    send = _sender(learn)
-    for group in _read(path, lambda k: paths[k][0]=='model' and paths[k][1] in targets or flat is not None and k not in flat):
-        left = _put(learn, group, paths, targets, send)
-        if flat is not None: flat.update(left)
-    if flat is not None: learn.opt.load_state_dict(_opt_state(flat, paths))
-    for cb in learn._grab_cbs(TPUShardedTrainer): cb.place()
-
 def _wants_opt(path, paths, with_opt):
     has_opt = any(p[0]=='opt' for p in paths.values())
     if with_opt and not has_opt: raise ValueError(f"The checkpoint {path} has no optimizer state: load it without `with_opt=True`.")
     return has_opt and with_opt is not False
+
+# %% ../../nbs/81_checkpoint.sharded.ipynb #load-state
+@torch.no_grad()
+def load_state(
+    learn, # With all of its model, see `whole_model`
+    path, # Folder, see `find_checkpoint`
+    with_opt:bool=None, # The optimizer's state too? None: if it is there
+    strict:bool=True, # Must the names be exactly those of the model?
+):
+    "Load model and optimizer of `learn` from the folder `path`"
+    meta = dcp.FileSystemReader(path).read_metadata()
+    paths,metas,targets = meta.planner_data,meta.state_dict_metadata,get_model(learn.model).state_dict(keep_vars=True)
+    _check_model(targets, {p[1]: metas[k] for k,p in paths.items() if p[0]=='model'}, path, strict)
+    with_opt = _wants_opt(path, paths, with_opt)
+    opt = _read_values(path, paths, metas) if with_opt else {}
+    if with_opt:
+        if learn.opt is None: learn.create_opt()
+        _check_opt(learn.opt, _opt_state(opt, paths), paths, path)
+    def keep(k): return paths[k][1] in targets if paths[k][0]=='model' else with_opt and k not in opt
+    send_all = _sender(learn)
+    for group in _read(path, keep): opt.update(_put(learn, group, paths, targets, send_all))
+    if with_opt: learn.opt.load_state_dict(_opt_state(opt, paths))
+    for cb in learn._grab_cbs(TPUShardedTrainer): cb.place()
 
 def _put(learn, group, paths, targets, send):
     "Put host tensors by name where they belong; returns those of the optimizer"

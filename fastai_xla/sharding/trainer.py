@@ -15,13 +15,13 @@ from fastcore.all import patch
 from ..runtime.device import xla_device
 from ..runtime.transfer import tensors_of
 from ..data.loader import XLADL
-from ..models.norms import partition_norms
+from ..models import norms
 from ..models.blocks import BlockRunner
 from ..train.move import learner_modules, move_learner
 from ..train.trainer import remove_trainers, TPUTrainer
 from .rules import infer_sharding, make_mesh, TPUMesh
-from .place import BlockMarker, _check_process, _make_in_place, _mark_state, _n_devices, _param_ops, _param_specs, _place
-from .place import _state_tensors, _use_spmd
+from .place import BlockMarker, check_process, materialize_sharded, n_devices_for, opt_tensors, param_specs
+from .place import shard_learner, shard_opt_tensors, start_spmd
 
 # %% ../../nbs/72_sharding.trainer.ipynb #loader
 class MeshDL(XLADL):
@@ -42,15 +42,18 @@ class TPUShardedTrainer(TPUTrainer):
         **kwargs, # As for `TPUTrainer`
     ):
         super().__init__(**kwargs)
-        self.mesh,self.rules,self.partition_norms,self.blocks,self.runner,self.stateful = mesh,rules,partition_norms,BlockMarker(mesh),runner,None
+        self.mesh,self.rules,self.partition_norms,self.runner,self.blocks,self.has_state = mesh,rules,partition_norms,runner,BlockMarker(mesh),None
 
     @property
     def table(self): return infer_sharding(self.learn.model, self.mesh, self.rules)
 
+    @property
+    def specs(self): return param_specs(self.learn, self.mesh, self.rules)
+
     def place(self):
         "Spread the Learner over the cores; what is spread already stays as it is"
-        _place(self.learn, self.mesh, self.rules)
-        self.stateful = {id(p) for p,_ in _state_tensors(self.learn.opt)}
+        shard_learner(self.learn, self.mesh, self.rules)
+        self.has_state = {id(p) for p,_ in opt_tensors(self.learn.opt)}
 
     def _hold(self):
         super()._hold()
@@ -61,19 +64,20 @@ class TPUShardedTrainer(TPUTrainer):
     def _start(self, pad):
         super()._start(pad)
         self.blocks.attach(self.model)
-        self.blocks.specs = _param_specs(self.learn, self.mesh, self.rules)
-        for o in self.learn._grab_cbs(BlockRunner)+[self.runner]:
-            if o: o.marker = self.blocks
-        if self.runner: self.runner.start(self.model)
-        if self.partition_norms: partition_norms(self.loans)
+        self.blocks.specs = self.specs
+        for o in self.learn._grab_cbs(BlockRunner): o.marker = self.blocks
+        if self.runner:
+            self.runner.marker = self.blocks
+            self.runner.start(self.model)
+        if self.partition_norms: norms.partition_norms(self.loans)
 
     def before_batch(self): self.blocks.n = next((len(t) for t in tensors_of(list(self.xb)) if t.ndim), 0)
 
     def after_step(self):
-        if self.stateful is None: return
-        new = [(p, v) for p,v in _state_tensors(self.opt) if id(p) not in self.stateful]
-        if new: _mark_state(new, _param_ops(self.learn, self.mesh, self.rules), self.mesh.op(()))
-        self.stateful = None
+        if self.has_state is None: return
+        new = [(p, v) for p,v in opt_tensors(self.opt) if id(p) not in self.has_state]
+        if new: shard_opt_tensors(new, self.mesh, self.specs)
+        self.has_state = None
 
     @contextmanager
     def loading(self):
@@ -104,26 +108,29 @@ def to_tpu_sharded(self:Learner,
     **axes:int, # Sizes of other mesh axes, for rules to use
 ):
     "Train by one program on every TPU core (or XLA's CPU devices where there is no TPU) from now on"
-    _check_process()
+    check_process()
     sizes = dict(replica=replica, fsdp=fsdp, **axes)
-    mesh = make_mesh(n=_n_devices(sizes), **sizes)
+    mesh = make_mesh(n=n_devices_for(sizes), **sizes)
     runner = BlockRunner(scan, mark_step) if grad_ckpt or scan or mark_step else None
     cb = TPUShardedTrainer(mesh, rules, partition_norms, runner, batch_tfms=batch_tfms, fetch_every=fetch_every)
     for m in learner_modules(self): infer_sharding(m, mesh, rules)
     if runner: runner.plan(self.model)
     _warn_bs(getattr(self.dls.train, 'bs', None), mesh.n_data)
-    _use_spmd(mesh.n)
+    start_spmd(mesh.n)
     device = xla_device()
     remove_trainers(self)
-    _make_in_place(self, mesh, rules, device)
+    materialize_sharded(self, mesh, rules, device)
     move_learner(self, device)
     self.add_cb(cb)
     cb.place()
     return self
 
 def _warn_bs(bs, k):
-    if bs and bs%k: warnings.warn(f"A batch of bs={bs} samples does not divide by {k} cores, so some of them compute padding: `bs` counts the samples of all cores, choose bs={-(-bs//k)*k}.")
+    if bs and bs%k:
+        warnings.warn(f"A batch of bs={bs} samples does not divide by {k} cores, so some of them compute padding: "
+                      f"`bs` counts the samples of all cores, choose bs={-(-bs//k)*k}.")
 
+# %% ../../nbs/72_sharding.trainer.ipynb #detach
 @patch
 def detach_tpu_sharded(self:Learner):
     "Back to a plain Learner on the CPU, with the optimizer's state"
