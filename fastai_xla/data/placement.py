@@ -87,7 +87,7 @@ def _judge(f, b, device, n=6):
     finally: xm.set_rng_state(seed, device)
     return _verdict(counts, n),to_host(res)
 
-# %% ../../nbs/21_data.placement.ipynb #placement
+# %% ../../nbs/21_data.placement.ipynb #verdict-rows
 _verdicts = WeakIdKeyDictionary() # Of each transform that was tried
 
 def _key(t): return getattr(t, '__func__', t) # each look at a method makes a new object
@@ -99,6 +99,7 @@ class PlacementTable(Table):
     "Of each transform: name, place ('' if undecided), reason, cost on the device"
     columns = 'transform','place','reason','cost'
 
+# %% ../../nbs/21_data.placement.ipynb #placement
 class TfmVerdicts:
     "What is known of each of `tfms`: where it runs, why, and at what cost"
     modes = ('auto', 'host', 'device')
