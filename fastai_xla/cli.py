@@ -36,7 +36,8 @@ def _doctor(args):
 def _demo(args):
     "Run examples/digits.py: on one core, then on all; with `--cores` on so many"
     p = argparse.ArgumentParser(add_help=False)
-    p.add_argument('--cores'); p.add_argument('--out', default='out')
+    p.add_argument('--cores')
+    p.add_argument('--out', default='out')
     a,rest = p.parse_known_args(args)
     most = n_cores() if device_kind()=='TPU' else 8
     for n in [a.cores] if a.cores else dict.fromkeys((1, most)):
@@ -130,7 +131,8 @@ def _plan(args):
     p.add_argument('--model', required=True, help='vit_10b, vit_3b, vit_1b, vit_100m, vit_10m or a name of timm')
     p.add_argument('--mesh', default='fsdp=8', help='sizes of its axes, as in replica=2,fsdp=8 (default: fsdp=8)')
     p.add_argument('--batch', type=int, required=True, help='samples of a step, on all cores together')
-    p.add_argument('--img_size', type=int, help="pixels, each way (default: the model's)"); p.add_argument('--num_classes', type=int, default=1000)
+    p.add_argument('--img_size', type=int, help="pixels, each way (default: the model's)")
+    p.add_argument('--num_classes', type=int, default=1000)
     p.add_argument('--opt', default='adam', choices=('adam','sgd','none'), help="for the optimizer's state")
     for o in ('grad_ckpt','scan','bf16'): p.add_argument(f'--{o}', action='store_true')
     p.add_argument('--mfu', type=float, default=.4, help='part of the peak speed (default: 0.4)')
@@ -148,13 +150,13 @@ def main(
 ):
     "The `fastai-xla` command"
     p = argparse.ArgumentParser('fastai-xla', description='Train an unchanged fastai Learner on TPUs, through PyTorch/XLA',
-                                formatter_class=argparse.RawDescriptionHelpFormatter,
-                                epilog='commands:\n  doctor   look at versions, device and environment; exit status 1 when there is a fault\n'
-                                       '  launch   run a script on every core, as in launch train.py --lr 1e-3\n'
-                                       '  demo     train on real handwritten digits; demo --help lists its options\n'
-                                       '  bench    what a step of a Learner of yours costs; bench --help lists its options\n'
-                                       '  plan     memory and time of a training, without a TPU; plan --help lists its options')
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog='commands:\n  doctor   look at versions, device and environment; exit status 1 when there is a fault\n'
+        '  launch   run a script on every core, as in launch train.py --lr 1e-3\n'
+        '  demo     train on real handwritten digits; demo --help lists its options\n'
+        '  bench    what a step of a Learner of yours costs; bench --help lists its options\n'
+        '  plan     memory and time of a training, without a TPU; plan --help lists its options')
     p.add_argument('command', choices=('doctor','launch','demo','bench','plan'))
     p.add_argument('args', nargs=argparse.REMAINDER, help='options of the command')
     a = p.parse_args(args)
-    return {'doctor': _doctor, 'launch': _launch, 'demo': _demo, 'bench': _bench, 'plan': _plan}[a.command](a.args)
+    return dict(doctor=_doctor, launch=_launch, demo=_demo, bench=_bench, plan=_plan)[a.command](a.args)

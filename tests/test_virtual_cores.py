@@ -386,6 +386,7 @@ def checkpoint_status_is_each_threads_own():
 @case('training')
 def learner_in_replicas():
     "a fastai Learner with DataLoader workers on each replica"
+    import fastai.callback.progress
     import torch
     from fastai.basics import Learner, DataLoader, DataLoaders, Callback, CrossEntropyLossFlat, SGD
     vc,xm,xr,torch_xla = lib2()

@@ -129,7 +129,7 @@ class _Rest:
         learns = {k: t.requires_grad for k,t in model_tensors(learn).items()}
         counters = {k: vars(learn)[k] for k in _counters if k in vars(learn)}
         return cls(start, LoaderState.of(learn), rng_state(), xm.get_rng_state(str(xla_device())), kept, buffers, with_grad(learn), learns,
-                   learn.opt.frozen_idx, counters)
+            learn.opt.frozen_idx, counters)
 
 # %% ../../nbs/82_checkpoint.progress.ipynb #progress
 @dataclass

@@ -26,7 +26,7 @@ def _check_goal(goal, learn, run, n_ranks):
         raise ValueError(f"{folder} is in epoch {pos.epoch} of this fit, which has {learn.n_epoch}: run what was run before, or choose another folder.")
     if pos.n_ranks!=n_ranks:
         raise ValueError(f"{folder} was written by {pos.n_ranks} replicas, and there are {n_ranks}, which would get other batches: use as many, "
-                         f"or `learn.load_sharded({str(folder)!r})` and a new fit.")
+            f"or `learn.load_sharded({str(folder)!r})` and a new fit.")
 
 class CheckpointReader(CheckpointWriter):
     "Finds the checkpoint to go on from, and makes the Learner what it was"
@@ -38,7 +38,7 @@ class CheckpointReader(CheckpointWriter):
         if is_own and goal.position<=Position(run.fits): return None
         if not self.resume:
             raise FileExistsError(f"{self.store.path} has checkpoints of {'this' if is_own else 'another'} training, up to {goal.folder.name}: "
-                                  "go on there with `resume_from`, or choose another folder.")
+                "go on there with `resume_from`, or choose another folder.")
         _check_goal(goal, self.learn, run, n_ranks)
         run.id = goal.position.run_id
         return goal
@@ -102,7 +102,7 @@ class TPUCheckpoint(PhaseResumer):
         at_home = self.learn._grab_cbs(TPUPoolTrainer)
         if not at_home and not self.learn._grab_cbs(TPUTrainer):
             raise ValueError("TPUCheckpoint needs the loaders of this package, which can go on in the middle of an epoch: call `learn.to_tpu()` "
-                             "or one of its relatives, or use fastai's SaveModelCallback.")
+                "or one of its relatives, or use fastai's SaveModelCallback.")
         self.goal = self._find_goal(at_home[0].pool.n_cores if at_home else world_size())
         if self.goal and self.goal.position.is_past_fit(self.run_record.fits): self._leave_out(final)
         elif at_home: rest(f)

@@ -162,7 +162,7 @@ def _check_opt(opt, saved, paths, path):
           _opt_kind(True, len(groups), sum(len(o['params']) for o in groups))
     if got!=want:
         raise RuntimeError(f"The checkpoint {path} is of another optimizer: {got[0]} groups of {got[1]} parameters; this Learner has {want[0]} of {want[1]}. "
-                           "Use the same `opt_func` and `splitter`, or load with `with_opt=False`.")
+            "Use the same `opt_func` and `splitter`, or load with `with_opt=False`.")
 
 # %% ../../nbs/81_checkpoint.sharded.ipynb #load
 def _stays(path, v): return not isinstance(v, torch.Tensor) or path[0]=='opt' and path[-1]=='step'

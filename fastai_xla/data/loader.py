@@ -91,7 +91,7 @@ class DeviceDL(BucketDL):
 
 def _no_tensor(b):
     return (f"The DataLoader gave a {type(b).__name__} without a tensor in it: {str(b)[:80]!r}. "
-            "Only tensors can be sent to the device: return tensors or arrays from the dataset, or collate them.")
+        "Only tensors can be sent to the device: return tensors or arrays from the dataset, or collate them.")
 
 # %% ../../nbs/25_data.loader.ipynb #xladl
 class XLADL(DeviceDL):

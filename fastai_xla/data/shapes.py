@@ -47,8 +47,8 @@ def _many_shapes(seen):
     def _examples(c): return ', '.join(map(str, list(dict.fromkeys(c))[:4]))
     varying = [f"element {i} ({n}) came as {_examples(c)} and more" for i,(n,c) in enumerate(zip(names, cols)) if len(set(c))>1]
     return (f"The batches of this DataLoader have come in {len(seen)} shapes: {'; '.join(varying)}. XLA compiles the model again for each shape. "
-            "Give all samples one size: `item_tfms=Resize(...)` for images, texts padded to one of a few lengths in `before_batch`, "
-            "`drop_last=True` in training.")
+        "Give all samples one size: `item_tfms=Resize(...)` for images, texts padded to one of a few lengths in `before_batch`, "
+        "`drop_last=True` in training.")
 
 _all_shapes = WeakIdKeyDictionary()
 

@@ -112,7 +112,7 @@ def _count(kind, url):
 
 def _broken(url, n, e):
     return OSError(f"{url} cannot be read beyond its first {n} samples ({type(e).__name__}: {e}). "
-                   "If that happens again, the file is damaged: write or copy it anew.")
+        "If that happens again, the file is damaged: write or copy it anew.")
 
 # %% ../../nbs/27_data.shards.ipynb #reader
 class ShardReader:

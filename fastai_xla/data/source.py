@@ -94,7 +94,7 @@ def _seeded(create_batches, rank, samps):
 def _torch_dl(dl, batches):
     "torch's `dl` with other batches"
     return torch.utils.data.DataLoader(dl.dataset, batch_sampler=batches, num_workers=dl.num_workers, collate_fn=dl.collate_fn, timeout=dl.timeout,
-                                       worker_init_fn=dl.worker_init_fn, multiprocessing_context=dl.multiprocessing_context)
+        worker_init_fn=dl.worker_init_fn, multiprocessing_context=dl.multiprocessing_context)
 
 # %% ../../nbs/24_data.source.ipynb #end
 def end_iter(

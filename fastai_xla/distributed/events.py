@@ -94,7 +94,7 @@ class StopOnRequest(Callback):
 
 # %% ../../nbs/67_distributed.events.ipynb #teller
 _told = ('before_epoch','before_train','after_cancel_train','after_train','before_validate','after_cancel_validate','after_validate',
-         'after_cancel_epoch','after_epoch','after_cancel_fit','after_fit')
+    'after_cancel_epoch','after_epoch','after_cancel_fit','after_fit')
 
 class LossNote:
     "Waits with a batch for its loss, which comes home by the queue"

@@ -70,7 +70,7 @@ class TPUFSDPTrainer(TPUDistributedTrainer):
         super().before_train()
         if self.dl.ragged_across_ranks or self.dl.shares_lens:
             raise ValueError("Under `fsdp` all ranks need batches of one shape, and those of this DataLoader differ in length: "
-                             "pad them to one length in `before_batch`, or leave out `fsdp`.")
+                "pad them to one length in `before_batch`, or leave out `fsdp`.")
         if self.fsdp.is_stale:
             with self.whole(): pass
 

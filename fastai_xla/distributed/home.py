@@ -89,7 +89,7 @@ def _model_home(learn, modules):
     ts,opt = model_tensors(learn),learn.opt
     hosts,state = to_host([list(ts.values()), None if opt is None else opt.state_dict()])
     return ModelHome({k: h.detach().as_subclass(torch.Tensor) for k,h in zip(ts, hosts)}, {k for k,t in ts.items() if t.requires_grad},
-                     with_grad(learn), {k: module_state(m) for k,m in modules.items()}, state, getattr(opt, 'frozen_idx', None))
+        with_grad(learn), {k: module_state(m) for k,m in modules.items()}, state, getattr(opt, 'frozen_idx', None))
 
 def _states(learn, known):
     res = {k: own_attrs(o) for k,o in known.items() if k[0] in ('cb','metric')}

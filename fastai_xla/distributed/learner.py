@@ -72,7 +72,7 @@ def _attach_here(learn, n_cores, fsdp, **kwargs):
         raise ValueError(f"n_cores={n_cores} in a replica of {world_size()}: leave it out, the launcher has decided")
     if device_kind()=='CPU' and world_size()>1 and not replicas_running():
         raise RuntimeError(f"{world_size()} replicas on the CPU cannot wait for each other yet: "
-                           f"call use_virtual_cores({world_size()}) before xmp.spawn or torch_xla.launch, or use tpu_launch")
+            f"call use_virtual_cores({world_size()}) before xmp.spawn or torch_xla.launch, or use tpu_launch")
     multiprocessing.set_start_method('fork', force=True) # in a process of `xmp.spawn`, each DataLoader worker would import everything anew
     attach_replica(detach_replica(learn), fsdp=fsdp, **kwargs)
     return learn if fsdp else move_learner(learn, xla_device())

@@ -145,4 +145,4 @@ class ShardedDL(SteppedDL):
         return iter(self)
 
 def _skips(rank, seen): return (f"Rank {rank} got {seen}: a dataset that skips samples (SkipItemException) cannot be shared by ranks in training. "
-                                "Remove those samples before you make the DataLoaders.")
+    "Remove those samples before you make the DataLoaders.")

@@ -60,8 +60,8 @@ class SharedBatches:
 def _in_turn(*os): return interleave(os)
 
 _states = {AccumMetric.accumulate: SharedState(_in_turn, 'preds', 'targs'), Dice.accumulate: SharedState(_add, 'inter', 'union'),
-           DiceMulti.accumulate: SharedState(_add, 'inter', 'union'),
-           CorpusBLEUMetric.accumulate: SharedState(_add, 'pred_len', 'targ_len', 'corrects', 'counts')}
+    DiceMulti.accumulate: SharedState(_add, 'inter', 'union'),
+    CorpusBLEUMetric.accumulate: SharedState(_add, 'pred_len', 'targ_len', 'corrects', 'counts')}
 
 def sync_metric(
     m:Metric, # One of fastai's that keep predictions or sums

@@ -120,7 +120,7 @@ def _check_tied(model, blocks):
         u,other = first.setdefault(p, (unit[m], f'{names[m]}.{n}'))
         if u is unit[m]: continue
         raise ValueError(f"{other} and {names[m]}.{n} are one parameter in two blocks, which FSDP gathers at different times: "
-                         "choose blocks that hold both with `fsdp=dict(wrap=...)`; `wrap=()` gathers the whole model as one.")
+            "choose blocks that hold both with `fsdp=dict(wrap=...)`; `wrap=()` gathers the whole model as one.")
 
 _by_layer = 'larc_layer_lr','larc_step','lamb_step'
 
@@ -128,7 +128,7 @@ def _check_opt(opt):
     names = [getattr(getattr(cb, 'func', cb), '__name__', '') for cb in getattr(opt, 'cbs', ())]
     bad = [o for o in names if o in _by_layer]
     if bad: raise ValueError(f"The optimizer's {bad[0]} needs the norm of whole layers, and under FSDP each core has a shard of them: "
-                             "use Adam, SGD or another that treats each number by itself.")
+        "use Adam, SGD or another that treats each number by itself.")
 
 def _flattened(model, blocks):
     "The parameters of which `flatten_parameters` makes one, as lists"
@@ -143,10 +143,10 @@ def _check_flat(opt, flattened):
     for ps in flattened:
         if len({group.get(p) for p in ps})>1:
             raise ValueError("`flatten_parameters` makes one parameter of those of a block, and they are in several parameter groups: "
-                             "leave it out, or use one group.")
+                "leave it out, or use one group.")
         if decays and len({opt.state.get(p, {}).get('do_wd', True) for p in ps})>1:
             raise ValueError("`flatten_parameters` makes one parameter of those of a block, and weight decay is for some of them alone: "
-                             "leave it out, set `wd=0`, or make the Learner with `wd_bn_bias=True`.")
+                "leave it out, set `wd=0`, or make the Learner with `wd_bn_bias=True`.")
 
 def check_fsdp(
     learn,

@@ -30,7 +30,7 @@ def _start_process(i, n_procs, n, env):
     "Start process `i` of a pool; returns it and the connection to it"
     here,there = Pipe()
     code = (f"import sys; sys.path[:],sys.argv = {sys.path!r},{sys.argv!r}; from fastai_xla.launch.replica import _serve; "
-            f"_serve({there.fileno()}, {os.getpid()}, {i}, {n_procs}, {n})")
+        f"_serve({there.fileno()}, {os.getpid()}, {i}, {n_procs}, {n})")
     env = {'OMP_NUM_THREADS': str(max(1, os.cpu_count()//n)), 'TORCH_WARM_POOL': '0', **os.environ, **env}
     cmd = [sys.executable, *subprocess._args_from_interpreter_flags(), '-c', code]
     with there:
@@ -70,7 +70,7 @@ def _check_ranks(ranks, n):
     "Raise unless each of `n` ranks is there once"
     if len(set(ranks))==n==len(ranks): return
     raise RuntimeError(f"{n} replicas were to start, but those that did have the ranks {ranks}: the processes do not form one group. "
-                       "Unset the environment variables that start with TPU_ or PJRT_, other than PJRT_DEVICE, and restart Python")
+        "Unset the environment variables that start with TPU_ or PJRT_, other than PJRT_DEVICE, and restart Python")
 
 # %% ../../nbs/56_launch.crew.ipynb #crew
 class Crew:

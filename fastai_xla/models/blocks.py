@@ -63,7 +63,7 @@ def _run(block, stock, args, kwargs):
     if torch.is_grad_enabled(): return _run_again(block, stock, args, kwargs)
     res = stock(*args, **kwargs)
     if not _is_flat(res): raise TypeError("Gradient checkpointing needs blocks that return a tensor or a tuple of tensors. "
-                                          f"{type(block).__name__} returns {type(res).__name__}: train without `grad_ckpt`.")
+        f"{type(block).__name__} returns {type(res).__name__}: train without `grad_ckpt`.")
     return res
 
 def _run_again(block, stock, args, kwargs):

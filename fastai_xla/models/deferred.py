@@ -186,5 +186,5 @@ def materialize(
         if '_tape' in vars(m): _play(m, vars(m).pop('_tape'), new, made)
     left = [n for n,t in _named(model) if _is_meta(t)]
     if left: raise RuntimeError(f"{left[0]} and {len(left)-1} more tensors are on the meta device, and nothing says how to make them: "
-                                "build the model with `deferred_init(f)`.")
+        "build the model with `deferred_init(f)`.")
     return {o: p for o,p in new.items() if isinstance(o, nn.Parameter)}

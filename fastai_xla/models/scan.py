@@ -52,7 +52,7 @@ class ScannedBlocks:
         y = self._block(x, ts)
         if (y.shape,y.dtype)!=(x.shape,x.dtype):
             raise ValueError(f"`scan` needs blocks that return what they are given. {type(self.blocks[0]).__name__} makes "
-                             f"{tuple(y.shape)}, {y.dtype} of {tuple(x.shape)}, {x.dtype}: train without `scan`.")
+                f"{tuple(y.shape)}, {y.dtype} of {tuple(x.shape)}, {x.dtype}: train without `scan`.")
         return [y],[x*1]
 
     def backward(self, carry, saved, needed):
@@ -122,5 +122,5 @@ def loops_of(
     if not good:
         seen = '; '.join(f'{len(r)} {type(r[0]).__name__} {why}' for _,r,why in runs) or 'no blocks that repeat'
         raise ValueError("`scan=True` needs a `Sequential` with at least two identical blocks next to each other, and "
-                         f"{type(model).__name__} has {seen}: leave `scan` out, `grad_ckpt=True` saves as much memory.")
+            f"{type(model).__name__} has {seen}: leave `scan` out, `grad_ckpt=True` saves as much memory.")
     return {seq: _Looped(seq, [r for s,r in good if s is seq], marker) for seq in dict.fromkeys(s for s,_ in good)}

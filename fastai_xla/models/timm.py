@@ -31,7 +31,7 @@ def xla_friendly(
     if img_size is not None:
         if not hasattr(model, 'set_input_size'):
             raise ValueError(f"{type(model).__name__} has no position embedding to resample for `img_size`: "
-                             "leave it out, or give the size to `timm.create_model`.")
+                "leave it out, or give the size to `timm.create_model`.")
         model.set_input_size(img_size=img_size)
     for m in model.modules():
         if getattr(m, 'fused_attn', False): m.fused_attn = False
@@ -42,7 +42,7 @@ def xla_friendly(
 # %% ../../nbs/34_models.timm.ipynb #vit
 def _vit(embed_dim, num_heads, depth, patch_size, **kwargs):
     model = VisionTransformer(embed_dim=embed_dim, num_heads=num_heads, depth=depth, patch_size=patch_size, class_token=False, global_pool='avg',
-                              fc_norm=False, norm_layer=partial(nn.LayerNorm, eps=1e-5), **kwargs)
+        fc_norm=False, norm_layer=partial(nn.LayerNorm, eps=1e-5), **kwargs)
     model.norm.eps = 1e-6
     model.head.reset_parameters()
     return xla_friendly(model)

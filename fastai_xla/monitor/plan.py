@@ -27,7 +27,7 @@ class TPUKind(NamedTuple):
     flops:float # bf16 operations a second
 
 TPU_KINDS = dict(v3=TPUKind(16*2**30, 61.5e12), v4=TPUKind(32*2**30, 275e12), v5e=TPUKind(16e9, 197e12), v5p=TPUKind(95e9, 459e12),
-                 v6e=TPUKind(32e9, 918e12))
+    v6e=TPUKind(32e9, 918e12))
 
 # %% ../../nbs/91_monitor.plan.ipynb #kept
 def _storages(ts): return {t.untyped_storage()._cdata for t in ts}
@@ -112,7 +112,7 @@ class TPUPlan:
 
     def _head(self):
         return [f'{self.n_params:,} parameters, {size_text(self.nbytes)}, on {self.mesh.n} cores ({self.mesh})',
-                f'{self.batch} samples a step, {-(-self.batch//self.mesh.n_data)} on each core; {self.flops:.3g} operations']
+            f'{self.batch} samples a step, {-(-self.batch//self.mesh.n_data)} on each core; {self.flops:.3g} operations']
 
     def _kind(self, k):
         memory = TPU_KINDS[k].memory

@@ -33,7 +33,7 @@ def usual_step(
 
 # %% ../../nbs/90_monitor.stats.ipynb #stats
 _shown = dict(wall='wall ms', host='host ms', compiles='compiles', reads='reads', uploads='uploads', upload_bytes='bytes sent',
-              executions='executions', nodes='nodes', fallbacks='fallbacks')
+    executions='executions', nodes='nodes', fallbacks='fallbacks')
 
 class XLAStats(Callback):
     "Collect the cost of each batch of training in `steps`, and of each epoch's training in `train` and validation in `valid`"
@@ -113,7 +113,7 @@ def read_dump(
     res = sorted(map(_graph, Path(folder).glob('module_*before_optimizations.txt')))
     if res: return res
     raise FileNotFoundError(f"{folder} has no graphs: set XLA_FLAGS='--xla_dump_to={folder} --xla_dump_hlo_as_text' before Python starts, "
-                            "and compile something")
+        "and compile something")
 
 def training_graph(
     graphs, # What `read_dump` returns

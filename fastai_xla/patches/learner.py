@@ -21,10 +21,8 @@ class XLACallback(Callback):
     shared_path = None # Where all ranks find the Learner's files, if this one writes elsewhere
     tfm_placement = None # Where the batch transforms run, if this one trains the Learner; see `TfmPlacement`
 
-    def takes(self,
-        phase:str, # 'fit', 'epoch', 'train' or 'validate'
-    ):
-        "Does it run this phase by `run_phase`?"
+    def takes(self, phase:str):
+        "Does it run this phase ('fit', 'epoch', 'train' or 'validate') by `run_phase`?"
         return False
 
     def run_phase(self,
@@ -47,9 +45,7 @@ class XLACallback(Callback):
     def on_stop(self):
         "The user asked to stop: every rank comes here after the same batch"
 
-def xla_callbacks(
-    learn:Learner
-):
+def xla_callbacks(learn:Learner):
     "The callbacks of `learn` that are asked, in their order"
     return learn.cbs.sorted('order').filter(lambda cb: isinstance(cb, XLACallback))
 
@@ -64,17 +60,13 @@ def _with_events(old, self, f, event_type, ex, final=noop):
     return run(f, xla_callbacks(self).filter(lambda cb: cb.takes(event_type)) if event_type in _phases else [])
 
 # %% ../../nbs/13_patches.learner.ipynb #whole
-def whole_model(
-    learn:Learner
-):
+def whole_model(learn:Learner):
     "A context in which `learn` has all of its model, with the names that it has in plain fastai; every rank must enter it"
     res = ExitStack()
     for cb in xla_callbacks(learn): res.enter_context(cb.whole())
     return res
 
-def shared_path(
-    learn:Learner
-):
+def shared_path(learn:Learner):
     "Where all ranks find the files of `learn`"
     return next((cb.shared_path for cb in xla_callbacks(learn) if cb.shared_path is not None), learn.path)
 

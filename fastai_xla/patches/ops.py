@@ -27,7 +27,7 @@ def _batch_norm(old, input, weight, bias, running_mean, running_var, training, *
 
 # %% ../../nbs/14_patches.ops.ipynb #dispatch
 @replaces(plum.Function, '_resolve_method_with_cache', 'plum-dispatch 2.9 with Python 3.11',
-          'half-transformed batches stayed alive until the garbage collector ran, and XLA compiled the step again with and without them')
+    'half-transformed batches stayed alive until the garbage collector ran, and XLA compiled the step again with and without them')
 def _resolve_method_with_cache(old, self, *args, **kwargs):
     try: return old(self, *args, **kwargs)
     except plum.NotFoundLookupError as e:

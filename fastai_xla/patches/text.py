@@ -22,7 +22,7 @@ def span_of(
 
 # %% ../../nbs/18_patches.text.ipynb #pool
 @replaces(fastai.text.models.core, 'masked_concat_pool', 'fastai 2.8, torch_xla 2.8-2.9',
-          '`mask[:,-bptt:]` raised for texts shorter than `bptt`, whose default is 72; its indices were uploaded')
+    '`mask[:,-bptt:]` raised for texts shorter than `bptt`, whose default is 72; its indices were uploaded')
 def _masked_concat_pool(old, output, mask, bptt):
     if not on_xla(output): return old(output, mask, bptt)
     padding = mask[:,:,None]

@@ -17,7 +17,7 @@ from .device import met, require_xla, torch_xla
 _runs = 'ExecuteTime','ExecuteReplicatedTime'
 _numbers = dict(compiles=('CompileTime',), executions=_runs, reads=('TransferFromDeviceTime',), uploads=('TransferToDeviceTime',))
 _sums = dict(compile_seconds=('CompileTime',1e-9), read_bytes=('InboundData',1), upload_bytes=('OutboundData',1),
-             nodes=('TensorsGraphSize',1), aliases=('InputOutputAliasCount',1))
+    nodes=('TensorsGraphSize',1), aliases=('InputOutputAliasCount',1))
 
 @dataclass
 class XLACounts:

@@ -53,7 +53,7 @@ def _pair_problem(
     if xla_v is None: return XLANotInstalled(f"torch_xla is not installed: {tpu} on a TPU machine, or {other} elsewhere")
     if fits and _minor(xla_v)==_minor(torch_v): return None
     return XLAVersionMismatch(f"torch {torch_v} and torch_xla {xla_v} do not fit: both must be {' or both '.join(o+'.x' for o in _pairs)}. "
-                              f"Mend it with {tpu} on a TPU machine, or {other} elsewhere, then restart Python")
+        f"Mend it with {tpu} on a TPU machine, or {other} elsewhere, then restart Python")
 
 # %% ../../nbs/00_runtime.device.ipynb #quiet
 @contextmanager
@@ -75,7 +75,7 @@ if not _problem:
     except Exception as e:
         torch_xla = xm = xr = met = _tpu = None
         _problem = XLANotInstalled(f"torch_xla {_version('torch_xla')} is installed, but importing it failed with {type(e).__name__}: {e}. "
-                                   f"If its files are damaged: pip install --force-reinstall --no-deps torch_xla=={_version('torch_xla')}")
+            f"If its files are damaged: pip install --force-reinstall --no-deps torch_xla=={_version('torch_xla')}")
         _problem.__cause__ = e
 
 # %% ../../nbs/00_runtime.device.ipynb #require
@@ -195,6 +195,6 @@ def use_compile_cache(
     if torch_xla._XLAC._xla_computation_cache_is_initialized():
         if os.environ.get('XLA_PERSISTENT_CACHE_PATH')==path: return
         raise RuntimeError(f"A graph has been compiled in this process, so the compile cache cannot become {path} any more: restart Python "
-                           "(in a notebook: the kernel) and call `use_compile_cache` before anything runs on the device")
+            "(in a notebook: the kernel) and call `use_compile_cache` before anything runs on the device")
     Path(path).mkdir(parents=True, exist_ok=True)
     xr.initialize_cache(path, readonly)

@@ -47,7 +47,7 @@ def _check_versions():
     reqs = [Requirement(o) for o in metadata.requires('fastai_xla')]
     needs,py = SpecifierSet(meta['Requires-Python']),sys.version.split()[0]
     return [Check('Python', py, needs.contains(py, prereleases=True), f'use Python {needs}'),
-            *[_check_version(o) for o in reqs if 'extra' not in str(o.marker) and o.name not in ('torch','torch_xla')]]
+        *[_check_version(o) for o in reqs if 'extra' not in str(o.marker) and o.name not in ('torch','torch_xla')]]
 
 # %% ../../nbs/05_runtime.doctor.ipynb #xla-checks
 def _check_pair():

@@ -25,11 +25,11 @@ def check_process():
     require_xla()
     if runtime_started() and not xr.is_spmd():
         raise RuntimeError("This process has used the XLA device, by `to_tpu`, as a replica or with a tensor there, and cannot turn to SPMD, "
-                           "one program for all cores, any more: restart Python (in a notebook: the kernel) and call `to_tpu_sharded` "
-                           "before anything uses the device")
+            "one program for all cores, any more: restart Python (in a notebook: the kernel) and call `to_tpu_sharded` "
+            "before anything uses the device")
     if (pool := current_pool()) and pool.is_open:
         raise RuntimeError("The replicas of `to_tpu_distributed` hold the cores: call `learn.detach_tpu_distributed()` for each Learner "
-                           "that uses them, or `get_pool().close()`, before `to_tpu_sharded`")
+            "that uses them, or `get_pool().close()`, before `to_tpu_sharded`")
 
 # %% ../../nbs/71_sharding.place.ipynb #n-devices
 def n_devices_for(

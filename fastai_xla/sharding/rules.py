@@ -101,7 +101,7 @@ class ShardRule:
         unknown = next((a for o in _names(self.axes) for a in _names(o) if a not in mesh), None)
         if unknown is not None:
             raise ValueError(f"Rule {self.pattern!r} names the mesh axis {unknown!r}; the mesh is ({mesh}). "
-                             f"Give it a size: `to_tpu_sharded({unknown}=2, ...)`.")
+                f"Give it a size: `to_tpu_sharded({unknown}=2, ...)`.")
         if isinstance(self.axes, str): return self._largest(shape, mesh)
         if self.axes: self._check(name, shape, mesh)
         return tuple(self.axes or ()),'as the rule says'

@@ -128,7 +128,7 @@ def to_tpu_sharded(self:Learner,
 def _warn_bs(bs, k):
     if bs and bs%k:
         warnings.warn(f"A batch of bs={bs} samples does not divide by {k} cores, so some of them compute padding: "
-                      f"`bs` counts the samples of all cores, choose bs={-(-bs//k)*k}.")
+            f"`bs` counts the samples of all cores, choose bs={-(-bs//k)*k}.")
 
 # %% ../../nbs/72_sharding.trainer.ipynb #detach
 @patch

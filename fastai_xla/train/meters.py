@@ -132,7 +132,7 @@ def device_metric(
 ):
     "The meter that feeds `m` from the device, or `m` itself if it takes no batches"
     kinds = {AvgLoss.accumulate: DeviceAvgLoss, AvgMetric.accumulate: DeviceAvgMetric, AvgSmoothLoss.accumulate: DeviceSmoothLoss,
-             LossMetric.accumulate: DeviceLossMetric}
+        LossMetric.accumulate: DeviceLossMetric}
     if isinstance(m, DeviceMetric) or type(m).accumulate is Metric.accumulate: return m
     if getattr(getattr(m, 'func', None), 'func', getattr(m, 'func', None)) in _on_host: return DeviceMetric(m, queue)
     return kinds.get(type(m).accumulate, DeviceMetric)(m, queue)

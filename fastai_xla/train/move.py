@@ -71,11 +71,11 @@ def _check_learner(learn, opt, device):
     ps = {p for m in learner_modules(learn) for p in m.parameters()}
     left = [str(p.device) for p in ps if p.device.type!=device.type]
     assert not left, (f"The model did not move to {device}: {len(left)} of its {len(ps)} parameters are on {left[0]}. "
-                      "A module that overrides `_apply` or `to` must move its parameters.")
+        "A module that overrides `_apply` or `to` must move its parameters.")
     if opt is None: return
     lost = sum(p not in ps for pg in opt.param_lists for p in pg)
     assert not lost, (f"The optimizer holds {lost} parameters that are not the model's, so training would change nothing the model uses. "
-                      "If you replaced `learn.model` or parts of it, call `learn.create_opt()`.")
+        "If you replaced `learn.model` or parts of it, call `learn.create_opt()`.")
 
 # %% ../../nbs/40_train.move.ipynb #move-learner
 def _move(learn, device):

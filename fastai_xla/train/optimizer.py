@@ -163,9 +163,9 @@ class _Kind(NamedTuple):
 
 _adam_names = dict(step='step', grad_avg='exp_avg', sqr_avg='exp_avg_sq')
 _kinds = {torch.optim.SGD: _Kind(_sgd_group, dict(grad_avg='momentum_buffer')),
-          torch.optim.RMSprop: _Kind(_rmsprop_group, dict(step='step', sqr_avg='square_avg', grad_avg='momentum_buffer')),
-          torch.optim.Adam: _Kind(_adam_group, _adam_names),
-          torch.optim.AdamW: _Kind(partial(_adam_group, decoupled=True), _adam_names)}
+    torch.optim.RMSprop: _Kind(_rmsprop_group, dict(step='step', sqr_avg='square_avg', grad_avg='momentum_buffer')),
+    torch.optim.Adam: _Kind(_adam_group, _adam_names),
+    torch.optim.AdamW: _Kind(partial(_adam_group, decoupled=True), _adam_names)}
 _unusual = 'amsgrad maximize capturable differentiable fused centered nesterov dampening'.split()
 
 def _is_usual(opt):

@@ -121,7 +121,7 @@ def zero_grads(
 
 # %% ../../nbs/41_train.state.ipynb #kinds
 _displays = ('fastai.callback.progress','fastai.callback.wandb','fastai.callback.tensorboard','fastai.callback.neptune',
-             'fastai.callback.comet','fastai.callback.azureml')
+    'fastai.callback.comet','fastai.callback.azureml')
 
 def is_display(cb): return any(c.__module__ in _displays for c in type(cb).__mro__)
 

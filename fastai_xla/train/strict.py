@@ -92,7 +92,7 @@ def _shown(call): return 'nothing' if call is None else f"`{call[0]}` of {', '.j
 
 # %% ../../nbs/46_train.strict.ipynb #messages
 _remedies = {'item': 'Keep the tensor, and read what has been collected at the end of an epoch, in one transfer.',
-             '__bool__': 'Write `torch.where` instead of `if`.'}
+    '__bool__': 'Write `torch.where` instead of `if`.'}
 _remedies.update(dict.fromkeys(('__float__','__int__','tolist','cpu','to','numpy','__array__','__format__','__repr__'), _remedies['item']))
 
 def _read_error(batch, func, ops):
@@ -106,22 +106,22 @@ def _shapes(shape): return ', '.join(str(list(o)) for o in shape[:-1])
 
 def _shape_error(batch, new, known):
     return (f"{batch} was compiled again: its shapes are {_shapes(new)}, after {' and '.join(map(_shapes, known))}. "
-            "Give all batches one size: `item_tfms=Resize(...)`, texts padded to one of a few lengths, `drop_last=True`.")
+        "Give all batches one size: `item_tfms=Resize(...)`, texts padded to one of a few lengths, `drop_last=True`.")
 
 def _change(change):
     "What `change` of the calls, see `_first_change`, means to the user"
     if change is None:
         return ("it calls the same functions of torch as the one before. A tensor on the device that the step before made is alive now, or was then: "
-                "keep none of them from batch to batch, or all of them.")
+            "keep none of them from batch to batch, or all of them.")
     call,where,old = change
     return (f"{_shown(call)} stands where the step before had {_shown(old)}, at {_place(*where) if where else _place_of(None)}. "
-            "Do the same operations on the same shapes in every step; where a number decides, make it a tensor on the device.")
+        "Do the same operations on the same shapes in every step; where a number decides, make it a tensor on the device.")
 
 def _metric_error(batch, c):
     file,line = inspect.getsourcefile(c),inspect.getsourcelines(c.accumulate)[1]
     return (f"{batch} brought predictions and targets to the host for the metric {c.__name__} ({file}:{line}). "
-            "A metric of one's own runs on the host, in every batch. "
-            "Make it a function for `AvgMetric`, which runs on the device, or an `AccumMetric`, which is fed about once a second.")
+        "A metric of one's own runs on the host, in every batch. "
+        "Make it a function for `AvgMetric`, which runs on the device, or an `AccumMetric`, which is fed about once a second.")
 
 def _batch_name(cb): return f"Batch {cb.iter} of {'training' if cb.training else 'validation'}"
 

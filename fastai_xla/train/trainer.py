@@ -120,7 +120,7 @@ class TPUTrainer(OnDevice):
     "Train an unmodified `Learner` on one XLA device"
     def before_fit(self):
         assert defaults.use_cuda is not False, ("`default_device(False)` makes fastai put every batch on the CPU: "
-                                                "call `default_device(-1)` or `learn.detach_tpu()`.")
+            "call `default_device(-1)` or `learn.detach_tpu()`.")
         self.device = xla_device()
         self._since = self._since or xla_counts()
         torch_xla.manual_seed(self._seed())
@@ -172,7 +172,7 @@ def _compiled(c):
 def _no_batches(dl):
     n,bs = getattr(dl, 'n', None),getattr(dl, 'bs', None)
     return (f"The training DataLoader has no batches: {n} samples with bs={bs} and drop_last={getattr(dl, 'drop_last', False)}. "
-            "Give it more samples, a smaller `bs` or `drop_last=False`.")
+        "Give it more samples, a smaller `bs` or `drop_last=False`.")
 
 # %% ../../nbs/48_train.trainer.ipynb #to-tpu
 def remove_trainers(

@@ -34,7 +34,7 @@ def _check_started(n):
     was = f"{seen} device{'' if seen==1 else 's'}"
     was += ' without the settings that let them wait for each other' if seen==n else f', not {n}'
     raise RuntimeError(f"The XLA runtime of this process has already started with {was}. Restart Python (in a notebook: the kernel) "
-                       f"and call use_virtual_cores({n}) before anything uses the XLA device")
+        f"and call use_virtual_cores({n}) before anything uses the XLA device")
 
 # %% ../../nbs/52_virtual_cores.replicas.ipynb #fork
 _forking = threading.Lock()
