@@ -234,6 +234,15 @@ def test_chapters_may_be_imported_whole(tmp_path):
 
 # ---- README
 
+def test_all_hides_nothing_of_fastai():
+    "`from fastai_xla.all import *` after fastai's own leaves every name that fastai gave"
+    code = """
+import fastai.vision.all, fastai.text.all, fastai.tabular.all, fastai.collab, fastai_xla.all as ours
+theirs = {k: v for m in (fastai.vision.all, fastai.text.all, fastai.tabular.all, fastai.collab) for k,v in vars(m).items()}
+print([k for k,v in vars(ours).items() if not k.startswith('_') and k in theirs and theirs[k] is not v])"""
+    res = run(sys.executable, '-c', code, cwd=root)
+    assert res.returncode==0 and res.stdout.splitlines()[-1]=='[]', res.stdout+res.stderr
+
 def test_readme_is_the_rendered_index():
     assert (root/'README.md').read_text(encoding='utf-8') == readme.render(nbs/'index.ipynb'), 'run `make nbs`'
 

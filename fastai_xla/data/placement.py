@@ -16,7 +16,7 @@ from fastcore.all import L, noop
 from torch.utils.weak import WeakIdKeyDictionary
 from ..runtime.counts import xla_counts
 from ..runtime.device import torch_xla, xla_device, xm
-from ..runtime.table import Table
+from ..runtime.table import RowTable
 from ..runtime.transfer import map_tensors, on_cpu, on_xla, send, tensors_of, to_host
 from ..patches.augment import adapt_tfm, device_tfms
 
@@ -95,7 +95,7 @@ def _name(t): return t.name if type(t) is Transform else getattr(t, '__name__', 
 def _is_noop(f): return f is None or getattr(f, '__func__', None) is DataLoader.after_batch
 def _split_idx(t): return getattr(t, 'split_idx', None) or 0
 
-class PlacementTable(Table):
+class PlacementTable(RowTable):
     "Of each transform: name, place ('' if undecided), reason, cost on the device"
     columns = 'transform','place','reason','cost'
 

@@ -13,7 +13,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from ..runtime.device import device_kind, start_error, torch_xla, xla_device, xr
 from ..patches.registry import Loans
-from ..virtual_cores.replicas import lend_fork, replicate
+from ..virtual_cores.replicas import lend_fork, run_on_devices
 from .wire import dumps, Asked, Failed, Hello, Hold, loads, Posted, Printed, Result, StopAt, unpicklable_error
 
 # %% ../../nbs/55_launch.replica.ipynb #vote
@@ -147,7 +147,7 @@ def _start_replicas(i, n_procs, n):
     try: pjrt.initialize_singleprocess() if n==1 else pjrt.initialize_multiprocess(i, n_procs)
     except Exception as e: raise start_error(e) from e
     xla_device()
-    return replicate if n>1 else lambda f: f()
+    return run_on_devices if n>1 else lambda f: f()
 
 def _leave():
     "End this process as Python does, but without taking its objects apart one by one"

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from ..runtime.table import Table, size_text
+from ..runtime.table import RowTable, size_text
 from ..models.repeats import block_runs
 from ..sharding.rules import infer_sharding, TPUMesh
 
@@ -123,7 +123,7 @@ class TPUPlan:
         "Bytes by what they are for, and kinds of TPU"
         rows = [(k, size_text(v)) for k,v in self.memory.items()] + [('together', size_text(self.total))]
         kinds = 'TPU','memory','used','fits',f'step at {self.mfu:.0%} MFU'
-        return Table(rows, ('on each core','')), Table(map(self._kind, TPU_KINDS), kinds)
+        return RowTable(rows, ('on each core','')), RowTable(map(self._kind, TPU_KINDS), kinds)
 
     def __repr__(self): return '\n\n'.join(['\n'.join(self._head()), *map(repr, self.tables)])
     def _repr_html_(self): return '<p>' + '<br>'.join(map(escape, self._head())) + '</p>' + ''.join(o._repr_html_() for o in self.tables)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from fastai.basics import Callback, CancelFitException
 from fastcore.all import L
 from ..runtime.counts import xla_counts
-from ..runtime.table import Table
+from ..runtime.table import RowTable
 
 # %% ../../nbs/90_monitor.stats.ipynb #usual
 _times = 'wall','host'
@@ -66,7 +66,7 @@ class XLAStats(Callback):
     def table(self):
         "`usual` as a table"
         row = {name: f"{self.usual[k]*(1e3 if k in _times else 1):.4g}" for k,name in _shown.items()}
-        return Table([tuple(row.values())], columns=list(row))
+        return RowTable([tuple(row.values())], columns=list(row))
 
     def __repr__(self):
         n = len(vars(self).get('steps', ()))

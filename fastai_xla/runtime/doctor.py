@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
-from .table import Table
+from .table import RowTable
 from .device import device_kind, n_cores, runtime_started, torch_xla, xla_available, _problem, _tpu, _version
 
 # %% ../../nbs/05_runtime.doctor.ipynb #checkup
@@ -25,7 +25,7 @@ class Check:
     ok:bool=True # Is it as it should be?
     remedy:str='' # The line that mends it, when it is not
 
-class Checkup(Table):
+class Checkup(RowTable):
     "Rows of `Check` that print as a table"
     columns = 'check','seen','','remedy'
     @property

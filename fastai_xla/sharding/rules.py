@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import nn
 from ..runtime.device import n_cores, torch_xla
-from ..runtime.table import size_text, Table
+from ..runtime.table import size_text, RowTable
 
 # %% ../../nbs/70_sharding.rules.ipynb #mesh
 class TPUMesh(dict):
@@ -135,7 +135,7 @@ class ShardRow(NamedTuple):
     device_nbytes:int # On each core
     reason:str
 
-class ShardingTable(Table):
+class ShardingTable(RowTable):
     "Rows of `ShardRow`, one for each parameter"
     columns = 'parameter','shape','rule','sharding','on each core','reason'
     unused = () # Patterns that matched nothing, or came too late
