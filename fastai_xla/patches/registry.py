@@ -106,9 +106,14 @@ class Loan:
         update_wrapper(self, self.stock, updated=())
     def __call__(self, *args, **kwargs): return self.f(self.owner, self.stock, *args, **kwargs)
     def __deepcopy__(self, memo): return _own(deepcopy(self.owner, memo), self.name) if self.own is _missing else deepcopy(self.own, memo)
-    def __reduce__(self): return (_own, (self.owner, self.name)) if self.own is _missing else (_same, (self.own,))
+    def __reduce__(self): return (getattr, (self.owner, self.name)) if self.own is _missing else (_same, (self.own,))
 
 def _same(o): return o
+
+def _unlink(loan, top):
+    "Take `loan` out from under the later loan `top`"
+    while isinstance(top, Loan) and top.own is not loan: top = top.own
+    if isinstance(top, Loan): top.own,top.stock = loan.own,loan.stock
 
 class Loans:
     "What is replaced on objects for a while; as a context it gives all back at the end"
@@ -132,7 +137,9 @@ class Loans:
         _put(owner, name, value)
 
     def give_back(self):
-        "Everything as it was, the last loan first; what somebody else has replaced since stays"
+        "Everything as it was, the last loan first; what somebody else has put there since stays"
         while self._out:
             owner,name,value,own = self._out.pop()
-            if vars(owner).get(name) is value: _put(owner, name, own)
+            own,top = value.own if isinstance(value, Loan) else own,vars(owner).get(name)
+            if top is value: _put(owner, name, own)
+            elif isinstance(value, Loan): _unlink(value, top)
