@@ -335,15 +335,18 @@ def sizes(house):
 
 @rule
 def public_names(house):
-    "A chapter's public names (its `__all__`, if it has one) are those of its rooms; `all.py` has those of every room but `cli`, in order"
+    """A chapter's public names (its `__all__`, if it has one) are those of its rooms; `all.py` has those of every room but `cli`, in order.
+
+    A chapter may also hand on public names of other chapters, so that a path which users know goes on working."""
     res,facts = [],house.facts
+    public = {nm for names in facts.get('public', {}).values() for nm in names}
     for o in sorted(p for p in house.package.rglob('*') if p.is_dir() and any(p.glob('*.py'))):
         if not (o/'__init__.py').exists(): res.append(f'{house.where(o)}: no __init__.py; write one with the public names of its rooms')
     if 'error' in facts: return res + [f"{house.lib}: it cannot be imported: {facts['error']}"]
     for chapter,rooms in house.chapters.items():
         at,got = house.where(house.package/chapter/'__init__.py'),facts['chapters'][chapter]
         wanted = [nm for o in rooms for nm in facts['public'][o.name]]
-        res += [f'{at}: {o} is public here but in no room; remove it, or leave it out of __all__' for o in sorted({*got}-{*wanted})]
+        res += [f'{at}: {o} is public here but in no room; remove it, or leave it out of __all__' for o in sorted({*got}-{*wanted}-public)]
         res += [f'{at}: {o} is public in a room but not here; import it, and add it to __all__ if there is one' for o in sorted({*wanted}-{*got})]
         res += [f'{at}: {o} is {n} times in __all__ or public in several rooms; keep one'
                 for o in sorted({*got}) if (n := max(got.count(o), wanted.count(o)))>1]

@@ -9,3 +9,4 @@ from .share import *
 from .shards import *
 from .records import *
 from .stream import *
+from ..runtime.transfer import upload

@@ -8,3 +8,5 @@ from .fsdp_trainer import *
 from .home import *
 from .events import *
 from .learner import *
+from ..runtime.ranks import barrier, main_first
+from ..patches.learner import whole_model
