@@ -38,7 +38,7 @@ tutorials: $(VENV)/.done-dev
 	@$(BIN)/python tools/tutorials.py && $(BIN)/nbdev-clean
 
 docs: $(VENV)/.done-docs
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tools/docs.py
+	@$(BIN)/python tools/docs.py
 
 dist: $(VENV)/.done-dev
 	@rm -rf build dist && $(BIN)/python -m build -q && ls dist

@@ -10,7 +10,7 @@ import os, time
 os.environ.setdefault('XLA_FLAGS', '--xla_cpu_multi_thread_eigen=false') # read when the runtime starts
 from fastai.basics import *
 from fastai_xla.all import *
-from fastai_xla.runtime import xm
+from fastai_xla.runtime.device import xm
 from fastcore.script import call_parse
 
 class Timer(Callback):

@@ -10,7 +10,7 @@ import psutil, torch
 from fastai.basics import *
 from fastai_xla.all import *
 from fastai_xla.launch import get_pool
-from fastai_xla.monitor import xla_counts
+from fastai_xla.runtime import xla_counts
 from fastcore.script import call_parse
 
 class Images:

@@ -8,7 +8,7 @@ os.environ.setdefault('OMP_NUM_THREADS', '1')
 
 import torch
 from torch import nn
-from fastai_xla.runtime import torch_xla, xm, xr, met
+from fastai_xla.runtime.device import torch_xla, xm, xr, met
 from fastai_xla.virtual_cores import run_replicas
 
 def new_model(dev):

@@ -208,6 +208,15 @@ def assert_no_xla(fname):
     with zipfile.ZipFile(fname) as z: names = {n: z.read(n) for n in z.namelist() if n.endswith('data.pkl')}
     assert names and not any(b'xla' in v.lower() for v in names.values())
 
+def lent(learn):
+    "What is lent to the callbacks, the optimizer and the modules of `learn`, and which meters and device are not its own"
+    own = [*learn.cbs, *[o for o in (learn.opt, getattr(learn.opt, 'opt', None)) if o], *learn.model.modules()]
+    rec = getattr(learn, 'recorder', None)
+    meters = [*learn.metrics, *([rec.loss, rec.smooth_loss] if rec else [])]
+    res = [f'{type(o).__name__}.{k}' for o in own for k,v in vars(o).items() if isinstance(v, Loan)]
+    res += [type(m).__name__ for m in meters if isinstance(m, DeviceMetric)]
+    return sorted(res + [str(o) for o in L(vars(learn.dls).get('_device', None)) if torch.device(o).type=='xla'])
+
 @contextmanager
 def nothing_left():
     "Assert that no thread and no worker process outlives the block"

@@ -7,7 +7,10 @@ from fastai.vision.all import *
 from timm.data.mixup import Mixup as TimmMixup
 from timm.data.random_erasing import RandomErasing as TimmErasing
 from fastai_xla.all import *
-from fastai_xla.runtime import torch_xla, xm
+from fastai_xla.data.placement import device_version
+from fastai_xla.patches.registry import Loans
+from fastai_xla.runtime.device import torch_xla, xm
+from fastai_xla.train.stand_ins import lend_stand_ins
 from fresh import run
 
 for _nm in [o for o in dir() if o.startswith('test')]: del globals()[_nm]   # fastcore's own would be collected as tests
@@ -128,17 +131,19 @@ def test_timm_erasing_with_colours(mode, kwargs):
     holds(*of_pipeline(lambda: [TimmErasing(mode=mode, device='cpu', **kwargs)], batch('image')), 0)
 
 def test_noise_is_normal():
-    x = RandomErasing(p=1., sl=.9, sh=1., min_aspect=1.)(upload(TensorImage(torch.full((32,3,32,32), 9.)), DEVICE), split_idx=0)
+    x = device_version(RandomErasing(p=1., sl=.9, sh=1., min_aspect=1.), DEVICE)(upload(TensorImage(torch.full((32,3,32,32), 9.)), DEVICE), split_idx=0)
     noise = to_host(x)[to_host(x)!=9]
     assert len(noise)>5e4 and abs(noise.mean())<.02 and abs(noise.std()-1)<.02
 
 # ---- mixing
 
 class Mixing:
-    "As much of a Learner as a mixing callback sees, for a function of a batch"
-    def __init__(self, make, y_int=True):
-        self.cb,self.loss_func,self.training = make(),SimpleNamespace(y_int=y_int),True
-        self.cb.learn = self
+    "As much of a Learner as a mixing callback sees, for a function of a batch; on the device with the stand-in of a fit"
+    def __init__(self, make, y_int=True, tpu=False):
+        self.cb,self.loss_func,self.training,self.model = make(),SimpleNamespace(y_int=y_int),True,nn.Linear(1, 1)
+        self.cb.learn,self.cbs = self,L(self.cb)
+        if tpu: lend_stand_ins(self, Loans())
+    def _grab_cbs(self, cls): return self.cbs.filter(lambda cb: isinstance(cb, cls))
     x,y = [property(lambda self,k=k: getattr(self, k)[0]) for k in ('xb','yb')]
     def __call__(self, b):
         self.xb,self.yb = b[:1],b[1:]
@@ -150,7 +155,7 @@ class Mixing:
 @pytest.mark.parametrize('stack_y', [True,False])
 def test_mixing_callbacks(make, stack_y):
     b = (*batch('image'),TensorCategory(torch.arange(BS)) if stack_y else TensorMultiCategory(torch.rand(BS,3)))
-    holds(*measure(Mixing(make, stack_y), Mixing(make, stack_y), b), *[1e-6]*4)
+    holds(*measure(Mixing(make, stack_y), Mixing(make, stack_y, tpu=True), b), *[1e-6]*4)
 
 @pytest.mark.parametrize('mode', ['batch','pair','elem'])
 @pytest.mark.parametrize('kwargs', [dict(), dict(mixup_alpha=0., cutmix_alpha=1., prob=.6), dict(cutmix_alpha=1., prob=.8, label_smoothing=0.), dict(cutmix_minmax=(.2,.8)),
@@ -281,11 +286,11 @@ def test_a_rounding_before_saturation_shows_on_the_cpu_too():
     g = torch.Generator().manual_seed(0)
     x = torch.rand(16, 3, 32, 32, generator=g)
     x = torch.where(x<.5, 10**(-7.5+2*x), x)
-    def f(x):
+    def f(x, tfm=Saturation(p=1.)):
         set_seed(0)
-        return Saturation(p=1.)(TensorImage(x), split_idx=0)
+        return tfm(TensorImage(x), split_idx=0)
     assert (f(x.clone())-f(x+6e-8)).abs().max()>1e-3
-    assert (f(x.clone())-to_host(f(upload(x, DEVICE)))).abs().max()<1e-5
+    assert (f(x.clone())-to_host(f(upload(x, DEVICE), device_version(Saturation(p=1.), DEVICE)))).abs().max()<1e-5
 
 def table():
     "Of each transform: its name, the largest difference to the CPU, and what XLA counted in ten batches"
@@ -295,7 +300,7 @@ def table():
     for mode in ('const','rand'): yield f'timm erasing {mode}', *of_pipeline(lambda: [TimmErasing(mode=mode, device='cpu')], batch('image'))
     for make in (MixUp,CutMix):
         for stack_y,y in ((True,TensorCategory(torch.arange(BS))), (False,TensorMultiCategory(torch.rand(BS,3)))):
-            yield f'{make.__name__} stack_y={stack_y}', *measure(Mixing(make, stack_y), Mixing(make, stack_y), (*batch('image'),y))
+            yield f'{make.__name__} stack_y={stack_y}', *measure(Mixing(make, stack_y), Mixing(make, stack_y, tpu=True), (*batch('image'),y))
     for mode in ('batch','pair','elem'):
         f = TimmMixup(mode=mode, num_classes=BS, cutmix_alpha=1., prob=.8)
         yield f'timm Mixup {mode}', *measure(lambda b: f(*b), lambda b: f(*b), (*batch('image'),torch.arange(BS)))

@@ -69,6 +69,41 @@ def test_cutmix():
     assert all(torch.isfinite(o) for o in tpu.recorder.losses) and np.isfinite(tpu.recorder.values[0][1])
     same(plain, tpu)
 
+class ClipTwice(GradientClip):
+    "A user's own event, which is to run as it is"
+    def before_step(self):
+        super().before_step()
+        self.n = getattr(self, 'n', 0)+1
+
+class ClipMore(GradientClip):
+    "One that inherits all"
+
+@pytest.mark.parametrize('cls', [ClipTwice, ClipMore])
+def test_a_callback_that_inherits_from_fastais(cls):
+    plain,tpu,want,got = both(lambda l: (l.fit(1, 1e-2, cbs=(cb := cls(.1))), cb)[1])
+    assert vars(want).get('n')==vars(got).get('n')==(6 if cls is ClipTwice else None)
+    same(plain, tpu)
+
+def test_accumulation_of_ones_own():
+    class Every(GradientAccumulation):
+        def before_step(self):
+            self.learn.loss_grad *= 2
+            if self.train_iter%2==0: raise CancelBatchException()
+    plain,tpu,*_ = both(lambda l: l.fit(1, 1e-2, cbs=Every(16)))
+    same(plain, tpu)
+
+def test_a_plain_learner_beside_one_on_a_device():
+    "Nothing is lent to it, also while the other one's fit runs"
+    other = twin(cbs=GradientClip(.1))
+    class Fits(Callback):
+        order = 90
+        def after_batch(self): self.learn.seen = lent(other)
+    tpu = twin(tpu=True, cbs=GradientClip(.1))
+    tpu.fit(1, cbs=Fits())
+    assert tpu.seen==[]
+    other.fit(1)
+    assert lent(other)==[]
+
 LOSSES = dict(smooth=lambda: LabelSmoothingCrossEntropy(), smooth_flat=lambda: LabelSmoothingCrossEntropyFlat(eps=.2), focal=lambda: FocalLossFlat(),
     function=lambda: F.cross_entropy, torch=lambda: nn.CrossEntropyLoss(label_smoothing=.1), sum=lambda: CrossEntropyLossFlat(reduction='sum'))
 

@@ -7,7 +7,7 @@ from fastai.callback.all import *
 from fastai_xla.all import *
 for o in [o for o in globals() if o.startswith('test')]: del globals()[o]  # fastai's, which pytest would collect
 from fastai_xla.launch import get_pool, LaunchError
-from fastai_xla.monitor import xla_counts
+from fastai_xla.runtime import xla_counts
 from fastai_xla.runtime import runtime_started
 
 N,B = 2,8

@@ -4,7 +4,7 @@ import os, signal, sys, time
 import psutil, pytest, torch
 
 from fastai_xla.launch import *
-from fastai_xla.launch import _pack_error, _raise_error
+from fastai_xla.launch.wire import Failed
 from fastai_xla.runtime import world_size
 from fresh import repo, run
 
@@ -84,11 +84,12 @@ def test_kinds_of_device(kind, monkeypatch):
 @pytest.fixture
 def tpu(monkeypatch):
     "What `_layout` sees on TPU machines; the number of processes is torch_xla's own arithmetic"
-    import fastai_xla.launch as l
+    import fastai_xla.launch.pool as l, fastai_xla.runtime.device as device
+    from torch_xla._internal import tpu
     def _set(chips, cores):
-        monkeypatch.setattr(l, 'device_kind', lambda: 'TPU')
-        monkeypatch.setattr(l, '_cores_here', lambda: cores)
-        monkeypatch.setattr(l._tpu, 'num_available_chips', lambda: chips)
+        for o in (l, device): monkeypatch.setattr(o, 'device_kind', lambda: 'TPU')
+        monkeypatch.setattr(l, 'n_cores_here', lambda: cores)
+        monkeypatch.setattr(tpu, 'num_available_chips', lambda: chips)
         return l._layout
     return _set
 
@@ -120,7 +121,7 @@ def local():
                                           (lambda: 1/0, 'in <lambda>.*1/0.*ZeroDivisionError', ZeroDivisionError)], ids='odd local exit zero'.split())
 def test_errors_that_travel(f, text, cause):
     "with the exception, where it can be pickled both ways"
-    with pytest.raises(LaunchError, match='(?s)Rank 3 failed.*'+text) as e: _raise_error(3, _pack_error(error(f)))
+    with pytest.raises(LaunchError, match='(?s)Rank 3 failed.*'+text) as e: raise Failed.of(3, error(f)).error()
     assert e.value.rank == 3 and isinstance(e.value.__cause__, cause)
 
 def fail(rank, how):

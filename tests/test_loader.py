@@ -5,7 +5,7 @@ import pytest
 from torch.utils.data import DataLoader as TorchDL, IterableDataset
 from fastai.callback.data import PartialDL, WeightedDL
 from fastai.callback.training import ShortEpochCallback
-from fastai_xla.monitor import xla_counts
+from fastai_xla.runtime import xla_counts
 from synth import *
 
 def sent(dl, **kwargs): return XLADL(dl, DEVICE, **kwargs)
@@ -342,6 +342,20 @@ def test_nothing_outlives_a_loop(num_workers):
     with nothing_left(), pytest.raises(ZeroDivisionError) as e:
         for b in (x := sent(dl)): 1/0
     iter(sent(dl))                                         # never advanced
+
+@pytest.mark.parametrize('prefetch', ['a', 0, 1.5])
+def test_a_wrong_number_of_waiting_batches_is_an_error(prefetch):
+    with pytest.raises(ValueError, match='`prefetch` is the number of batches that may wait, a whole number from 1 on'): sent(vectors(8), prefetch=prefetch)
+
+def test_a_thread_that_ends_without_a_word_is_noticed(monkeypatch):
+    dl = dls_of(vectors(80), vectors(20)).train
+    monkeypatch.setattr(Prefetcher, '_run', lambda self, items: None)
+    with nothing_left(), pytest.raises(RuntimeError, match='has ended without a word'): list(sent(dl))
+
+def test_the_device_can_be_synced_when_the_loop_is_over():
+    x = sent(dls_of(vectors(80), vectors(20)).train)
+    assert len([x.sync() for _ in x])==10
+    x.sync()
 
 ENDS = dict(fit=dict(), short=dict(cbs=ShortEpochCallback(.3)), cancel=dict(cbs=Stop(CancelFitException())), cancel_valid=dict(cbs=Stop(CancelValidException(), at=0, train=False)))
 

@@ -409,6 +409,7 @@ def test_learner_is_usable_after_an_exception(cb):
         learn.fit(1, 1e-2)
         with nothing_left():
             with pytest.raises(type(cb.exc)) as e: learn.fit(2, 1e-2, cbs=cb)   # `e` holds the frames, as a notebook does
+            assert lent(learn)==[]
         assert devices(learn.dls.one_batch())=={'cpu'}
         return snapshot(learn), learn.validate(), learn.fit(1, 1e-2), learn.get_preds()
     plain,tpu,want,got = both(f)
@@ -417,6 +418,22 @@ def test_learner_is_usable_after_an_exception(cb):
     same(plain, tpu)
     on_host(tpu.detach_tpu())
     close(plain.validate(), tpu.validate())
+
+@pytest.mark.parametrize('event', 'before_fit before_epoch before_train before_validate after_train after_epoch after_fit'.split())
+def test_nothing_stays_lent_when_an_event_raises(event):
+    def stop(self): raise ValueError('stop')
+    learn = twin(tpu=True, cbs=[GradientAccumulation(16), GradientClip(.1)], opt_func=ranger)
+    with pytest.raises(ValueError): learn.fit(1, cbs=type('Stops', (Callback,), {event: stop})())
+    assert lent(learn)==[]
+
+def test_what_is_lent_in_a_batch():
+    class See(Callback):
+        order = 90
+        def after_batch(self): self.learn.seen = lent(self.learn)
+    learn = twin(tpu=True, cbs=GradientClip(.1), opt_func=ranger)
+    learn.fit(1, cbs=See())
+    assert {'DeviceSmoothLoss','GradientClip.before_step','Optimizer.step','xla:0'} <= set(learn.seen)
+    assert lent(learn)==[]
 
 def test_detach_right_after_an_exception():
     learn = twin(tpu=True)
@@ -450,6 +467,7 @@ def test_ctrl_c_while_waiting_for_data(num_workers):
 def test_cancel_exceptions_mean_what_they_mean(exc):
     def f(learn):
         with nothing_left(): learn.fit(2, 1e-2, cbs=Stop(exc()))
+        assert lent(learn)==[]
         learn.fit(1, 1e-2)
     plain,tpu,*_ = both(f)
     on_device(tpu)

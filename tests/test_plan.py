@@ -15,9 +15,9 @@ def compiled():
     with ThreadPoolExecutor(2) as pool: return dict(zip(cases, pool.map(lambda o: run(depth=o[0], mode=o[1], dim=64, bs=64, opt='Adam', mesh=dict(fsdp=8)), cases)))
 
 def planned(depth, mode):
-    from fastai_xla.plan import plan_training
+    from fastai_xla.monitor import plan_training
     from fastai_xla.sharding import make_mesh
-    from fastai_xla.timm_models import mean_vit
+    from fastai_xla.models import mean_vit
     return plan_training(mean_vit(64, 4, depth, 8, img_size=64, num_classes=4), make_mesh(fsdp=8), 64, (3,64,64), **({} if mode=='plain' else {mode: True}))
 
 def test_parameters_and_optimizer_state_are_exact():

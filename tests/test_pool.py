@@ -4,9 +4,10 @@ import os, signal, subprocess, sys, threading, time
 import numpy as np, psutil, pytest, torch
 
 from fastai_xla.launch import *
-from fastai_xla.launch import _noted_interrupts, _start_process
-from fastai_xla.monitor import xla_counts
-from fastai_xla.runtime import rank, world_size, xm
+from fastai_xla.launch.crew import _start_process
+from fastai_xla.runtime import xla_counts
+from fastai_xla.runtime import first_signal, rank, world_size
+from fastai_xla.runtime.device import xm
 from fresh import repo
 
 @pytest.fixture(scope='module')
@@ -139,7 +140,7 @@ def test_large_tensors_and_arrays_are_shared_and_private(pool):
     assert t.data_ptr()==ptr
 
 def test_no_shared_memory_left(monkeypatch, pool):
-    import fastai_xla.launch as l
+    import fastai_xla.launch.wire as l
     def full(s): raise RuntimeError('No space left on device')
     monkeypatch.setattr(l, '_shared', full)
     with pytest.warns(UserWarning, match='2 MB are copied to each replica.*No space left'):
@@ -177,9 +178,9 @@ def test_ctrl_c_at_the_end_of_a_call_leaves_nothing_for_the_next(pool):
     assert pool.run(lambda r: (r, stop_requested())) == [(0,False),(1,False)]
 
 def test_only_the_second_interrupt_raises():
-    with _noted_interrupts() as hits:
+    with first_signal(LaunchInterrupt, once=True) as signals:
         interrupt()
-        assert hits == [1]
+        assert signals == [signal.SIGINT]
         with pytest.raises(LaunchInterrupt): interrupt()
         interrupt()
     with pytest.raises(KeyboardInterrupt): interrupt()
@@ -235,7 +236,7 @@ def test_notebook():
     km,kc = start_new_kernel(startup_timeout=120)
     said = []
     def show(msg):
-        text = msg['content'].get('text', '')
+        text = msg['content'].get('text', '') if msg['content'].get('name')=='stdout' else ''
         said.append(text)
         if 'running' in text: km.interrupt_kernel()
     try:

@@ -14,7 +14,8 @@ except ImportError: import tomli as tomllib
 
 root = Path(__file__).parent.parent
 sys.path.insert(0, str(root/'tools'))
-import readme
+import readme, house
+from house import House, code, load, src
 
 ini = ConfigParser(delimiters=['='], interpolation=None)
 ini.read(root/'settings.ini', encoding='utf-8')
@@ -25,15 +26,12 @@ pythons = [f'3.{o}' for o in range(int(cfg['min_python'][2:]), int(cfg['max_pyth
 
 def lines(key): return [o.strip() for o in cfg[key].splitlines() if o.strip()]
 def reqs(key): return [Requirement(o) for o in lines(key)]
-def load(path): return json.loads(path.read_text(encoding='utf-8'))
-def src(cell): return ''.join(cell['source'])
-def code(nb): return [o for o in nb['cells'] if o['cell_type']=='code']
 def run(*args, **kw): return subprocess.run([*map(str, args)], capture_output=True, text=True, **kw)
 
-api = sorted(nbs.glob('[0-9][0-9]_*.ipynb'))
+here = House(root, cfg['lib_path'], cfg['nbs_path'])
+api = here.notebooks
 everything = api + [nbs/'index.ipynb'] + sorted(nbs.glob('tutorials/*.ipynb'))
-def default_exp(path): return re.search(r'^#\|\s*default_exp\s+(\S+)', '\n'.join(map(src, code(load(path)))), re.M)[1]
-number = {default_exp(o): int(o.name[:2]) for o in api}
+def by_hand(): return [Path('__init__.py'), Path('all.py'), *(Path(o)/'__init__.py' for o in here.chapters)]
 
 # ---- notebooks and modules
 
@@ -43,8 +41,9 @@ def exported(tmp_path_factory):
     new = tmp_path_factory.mktemp('exported')
     for o in ('settings.ini', 'pyproject.toml'): shutil.copy(root/o, new)
     shutil.copytree(nbs, new/nbs.name, ignore=shutil.ignore_patterns('.*'))
-    (new/lib.name).mkdir()
-    for o in ('__init__.py', 'all.py'): shutil.copy(lib/o, new/lib.name)
+    for o in by_hand():
+        (new/lib.name/o).parent.mkdir(exist_ok=True)
+        shutil.copy(lib/o, new/lib.name/o)
     env = {k:v for k,v in os.environ.items() if k!='IN_TEST'}
     for cmd in ('export', 'clean'):
         res = run(Path(sys.executable).parent/f'nbdev-{cmd}', cwd=new, env=env)
@@ -52,9 +51,10 @@ def exported(tmp_path_factory):
     return new
 
 def test_modules_are_those_of_the_notebooks(exported):
-    new, old = [{o.name for o in d.glob('*.py')} for d in (exported/lib.name, lib)]
-    assert new == old == {f'{o}.py' for o in number} | {'__init__.py', '_modidx.py', 'all.py'}
-    for o in new-{'_modidx.py'}: assert (exported/lib.name/o).read_text() == (lib/o).read_text(), f'run `make nbs`: {o} differs from its notebook'
+    new, old = [{o.relative_to(d) for o in d.rglob('*.py')} for d in (exported/lib.name, lib)]
+    assert new == old == {o.path.relative_to(lib) for o in here.rooms} | {*by_hand(), Path('_modidx.py')}
+    for o in new-{Path('_modidx.py')}:
+        assert (exported/lib.name/o).read_text() == (lib/o).read_text(), f'run `make nbs`: {o} differs from its notebook'
 
 def modidx(folder):
     "Settings and symbols of a module index, without modules that have none (nbdev versions differ in listing those)"
@@ -89,26 +89,159 @@ def test_cells(path):
 def test_api_notebooks_say_what_they_are():
     for o in api: assert re.match(r'# .+\n\n> .+', src(load(o)['cells'][0])), f'{o.name} has no title and summary'
 
-def imported(path):
-    "Modules of the package that the module at `path` imports, by name"
-    from_ = [o for o in ast.walk(ast.parse(path.read_text(encoding='utf-8'))) if isinstance(o, ast.ImportFrom)]
-    near = [n for o in from_ if o.level==1 for n in ([o.module] if o.module else [a.name for a in o.names])]
-    return near + [o.module.split('.')[1] for o in from_ if not o.level and o.module.startswith(f'{lib.name}.')]
+# ---- the rules of the house, on the package and on small ones with a fault each
 
-@pytest.mark.parametrize('name', number)
-def test_modules_import_only_earlier_ones(name):
-    later = [o for o in imported(lib/f'{name}.py') if number[o]>=number[name]]
-    assert not later, f'{name} ({number[name]:02}) imports {later}'
+@pytest.mark.parametrize('rule', house.rules)
+def test_rule(rule):
+    offences = house.rules[rule](here)
+    assert not offences, f'{rule}: {len(offences)}\n' + '\n'.join(offences)
 
-apart = {'cli'}  # a command
+def room(*cells):
+    "Sources of a notebook's cells: prose before what is exported"
+    return [c for o in cells for c in ((['Why.', f'#| export\n{o[1:]}'] if o[0]=='>' else [o]))]
 
-def test_all_imports_every_module_in_order():
-    wanted = [o for o in sorted(number, key=number.get) if o not in apart]
-    assert imported(lib/'all.py') == wanted, 'a module is imported by all.py, in the order of the notebooks, or named in `apart`'
-    public = importlib.import_module(f'{lib.name}.all')
-    for o in imported(lib/'all.py'):
-        mod = importlib.import_module(f'{lib.name}.{o}')
-        for nm in mod.__all__: assert getattr(public, nm) is getattr(mod, nm), f'{nm} of {o} is hidden by a later module'
+small = {'00_runtime.device': room('>def xla_device(): return 1\ndef _guess(): return 2', 'test_eq(xla_device(), 1)'),
+    '01_runtime.ranks': room('>from fastai_xla.runtime.device import xla_device, _guess', '>def rank(): return xla_device()-1', 'test_eq(rank(), 0)'),
+    '10_patches.registry': room(""">from types import SimpleNamespace
+import string
+_patches = []
+def replaces(owner, name, versions, why):
+    "Decorator"
+    def _inner(f):
+        _patches.append(SimpleNamespace(owner=owner, name=name, new=f))
+        return f
+    return _inner""", '>@replaces(string, "capwords", "3.10", "why")\ndef _capwords(old, s): return s', 'assert _patches'),
+    '43_train.optimizer': room('>import torch\nfrom fastai_xla.runtime import rank, xla_device', """>class Step:
+    "A step"
+    n:int = 0
+def step(): return rank()""", 'test_eq(step(), 0)'),
+    '99_cli': room('>from fastai_xla.all import *\ndef main(): return step()', 'test_eq(main(), 0)')}
+
+def small_house(folder, change=None, files=None):
+    "A package of the rooms in `small`, some of which `change` and hand-written `files` replace"
+    (folder/'nbs').mkdir()
+    lib,names,imports = folder/'fastai_xla',{},[]
+    for k,cells in {**small, **(change or {})}.items():
+        exp = k[3:]
+        if cells[0].startswith('default_exp '): exp,cells = cells[0].split()[1],cells[1:]
+        typed = [('markdown', '# T\n\n> S'), ('code', f'#| default_exp {exp}'), *(('markdown' if o=='Why.' else 'code', o) for o in cells)]
+        nb = dict(cells=[dict(cell_type=t, id=f'c{i}', source=[o]) for i,(t,o) in enumerate(typed)])
+        (folder/'nbs'/f'{k}.ipynb').write_text(json.dumps(nb))
+        text = '\n\n# %% cell\n'.join(o.split('\n', 1)[1] for o in cells if o.startswith('#| export'))
+        public = re.findall(r'^(?:def|class) ([a-z]\w*)', text, re.M|re.I)
+        path = lib.joinpath(*exp.split('.')).with_suffix('.py')
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f'__all__ = {public}\n{text}\n')
+        if '.' in exp:
+            chapter,name = exp.split('.')
+            names.setdefault(chapter, []).append((name, public))
+            imports.append(f'from .{exp} import *')
+    for chapter,found in names.items():
+        text = '\n'.join(f'from .{o} import *' for o,_ in found) + f'\n__all__ = {[p for _,ps in found for p in ps]}\n'
+        (lib/chapter/'__init__.py').write_text(text)
+    (lib/'__init__.py').write_text('__version__ = "1"\n')
+    (lib/'all.py').write_text('\n'.join(imports)+'\n')
+    for name,text in (files or {}).items():
+        (folder/name).parent.mkdir(parents=True, exist_ok=True)
+        (folder/name).write_text(text)
+    return House(folder)
+
+def with_cells(name, *cells): return {name: small[name] + room(*cells)}
+
+def test_rules_of_a_good_house(tmp_path):
+    good = with_cells('01_runtime.ranks', '>def xla(): pass', 'Why.', 'Why.', 'test_eq(1, 1)')
+    files = {'benchmarks/b.py': 'from fastai_xla.all import *\nimport fastai_xla.train.optimizer as o\nprint(o.__name__, o.Step._x)'}
+    h = small_house(tmp_path, good, files)
+    for name,f in house.rules.items(): assert f(h) == [], name
+
+opt,ranks = '43_train.optimizer','01_runtime.ranks'
+def later(text): return with_cells(ranks, f'>{text}', 'test_eq(1, 1)')
+def outside(text): return with_cells(opt, f'>{text}', 'test_eq(1, 1)')
+def in_patches(text): return with_cells('10_patches.registry', f'>{text}', 'test_eq(1, 1)')
+faults = [
+    ('numbers', {'43_train.other': ['#| export\nx = 1']}, {}, r'43_train\.other\.ipynb: 43_train\.optimizer\.ipynb has the number 43 too'),
+    ('numbers', {'44_train.other': ['default_exp train.another', '#| export\nx = 1']},
+        {}, 'exports train.another; name the notebook 44_train.another.ipynb'),
+    ('numbers', {'50_train.other': ['#| export\nx = 1']}, {}, r'50_train\.other\.ipynb: 43_train.* 4x; .* share the tens digit'),
+    ('order', later('from fastai_xla.train.optimizer import step'), {}, r'ranks\.py:\d+: room 01 imports train\.optimizer \(43\)'),
+    ('order', later('def f():\n    from ..train import step'), {}, r'ranks\.py:\d+: room 01 imports train \(43\)'),
+    ('order', later('from ..train import optimizer'), {}, r'room 01 imports train\.optimizer \(43\)'),
+    ('order', later('def f(): import fastai_xla.train.optimizer as o'), {}, r'room 01 imports train\.optimizer'),
+    ('order', later('import importlib\ndef f(): importlib.import_module("fastai_xla.train.optimizer")'), {}, r'room 01 imports train\.optimizer'),
+    ('order', later('from . import xla_device'), {}, r'room 01 imports runtime \(01\)'),
+    ('order', later('from fastai_xla.all import *'), {}, r'room 01 imports all \(98\)'),
+    ('order', later('def f():\n    from .nowhere import x'), {}, r'there is no fastai_xla\.runtime\.nowhere'),
+    ('privates', outside('from fastai_xla.runtime.device import _guess'), {}, r'optimizer\.py:\d+: _guess is private to runtime\.device'),
+    ('privates', outside('from ..runtime import device as d\ndef f(): return d._guess()'),
+        {}, r'optimizer\.py:\d+: _guess is private to runtime\.device'),
+    ('privates', outside('import fastai_xla.runtime.device\ndef f(): return fastai_xla.runtime.device._guess()'),
+        {}, '_guess is private to runtime.device'),
+    ('privates', outside('import fastai_xla.runtime.device as d\ndef f(): return getattr(d, "_guess")'), {}, '_guess is private to runtime.device'),
+    ('privates',
+        {}, {'benchmarks/b.py': 'def f():\n    from fastai_xla.train.optimizer import _x'}, r'benchmarks/b\.py:2: _x is private to train\.optimizer'),
+    ('privates', {}, {'examples/deep/e.py': 'import fastai_xla.train as t\nt._x = 1'}, r'examples/deep/e\.py:2: _x is private to train'),
+    ('patches', outside('from fastai_xla.patches import replaces\n@replaces(torch, "a", "2", "w")\ndef f(): pass'),
+        {}, r"optimizer\.py:\d+: replaces\(torch"),
+    ('patches', outside('def f(): return registry.Patch(torch.Tensor, "to", f)'), {}, r'Patch\(torch\.Tensor'),
+    ('patches', outside('torch.nn.Linear.forward = lambda self, x: x'),
+        {}, r'optimizer\.py:\d+: torch\.nn\.Linear\.forward = .* changes another package'),
+    ('patches', outside('for o in (torch.Tensor,): setattr(o, "x", 1)'), {}, 'setattr.* changes another package'),
+    ('patches', outside('from os import *\nif True: environ["a"] = "b"'), {}, 'environ.* changes another package'),
+    ('patches', outside('from torch import nn\nL = nn.Linear\nclass A:\n    L.x += 1'), {}, 'L.x .* changes another package'),
+    ('patches', outside('from fastcore.all import patch\n@patch\ndef new(self:torch.Tensor): pass'), {}, '@patch adds new to torch.Tensor'),
+    ('replacements', in_patches('for i in range(42): replaces(string, f"n{i}", "", "")(_capwords)'),
+        {}, '43 replacements for the whole process, at most 42'),
+    ('replacements', in_patches('import torch\n@replaces(torch.nn.Linear, "forward", "", "")\ndef _f(): pass'),
+        {}, r'torch\.nn\.\S*\.Linear\.forward is replaced on a class of Modules'),
+    ('replacements', in_patches('from fastai.learner import Recorder\n@replaces(Recorder, "before_fit", "", "")\ndef _f(): pass'),
+        {}, 'Recorder.before_fit is replaced on a class of Callbacks'),
+    ('replacements', outside('from fastai.learner import Learner\nfrom fastcore.all import patch\n@patch\ndef fit(self:Learner): pass'),
+        {}, r'optimizer\.py:\d+: Learner had a fit before'),
+    ('replacements', outside('import nosuchmodule'), {}, "cannot be imported: ModuleNotFoundError: No module named 'nosuchmodule'"),
+    ('sizes', outside('\n'.join(f'a{i} = 1' for i in range(51))), {}, r'43_train\.optimizer\.ipynb#c\d+: a cell of 51 lines'),
+    ('sizes', with_cells(opt, *[o for _ in range(5) for o in ('>'+'\n'.join(f'a{i} = 1' for i in range(40)), '1')]),
+        {}, r'optimizer\.py: 2\d\d lines, at most 200'),
+    ('sizes', outside('class Big:\n' + '\n'.join(f'    a{i} = 1' for i in range(100))), {}, r'optimizer\.py:\d+: class Big of 101 lines'),
+    ('sizes', outside('x = "' + 'a'*160 + '"'), {}, r'optimizer\.py:\d+: a line of 166 characters'),
+    ('public_names',
+        {}, {'fastai_xla/train/__init__.py': 'from .optimizer import Step'}, r'train/__init__\.py: step is public in a room but not here'),
+    ('public_names',
+        {}, {'fastai_xla/train/__init__.py': 'from .optimizer import *\n__all__ = ["Step"]'}, r'train/__init__\.py: step is public in a room but not here'),
+    ('public_names',
+        {}, {'fastai_xla/train/__init__.py': 'from .optimizer import *\nx = 1\n__all__ = ["Step", "step", "x"]'}, 'x is public here but in no room'),
+    ('public_names',
+        {}, {'fastai_xla/train/__init__.py': 'from .optimizer import *\nstep = 1\n__all__ = ["Step", "step"]'}, r'step is not that of train\.optimizer'),
+    ('public_names', {'44_train.more': room('>def step(): pass', 'test_eq(1, 1)')}, {}, r'all\.py: step of train\.optimizer is missing or hidden'),
+    ('public_names',
+        {}, {'fastai_xla/all.py': 'from .runtime import *\nfrom .patches import *'}, r'all\.py: it imports .*in the order of the notebooks'),
+    ('public_names',
+        {}, {'fastai_xla/all.py': 'from .patches import *\nfrom .runtime import *\nfrom .train import *'}, r'all\.py: it imports .*in the order of the notebooks'),
+    ('public_names', {}, {'fastai_xla/other/x.py': ''}, r'fastai_xla/other: no __init__\.py'),
+    ('examples', {opt: ['#| export\ndef step(): pass', *['1']*4, 'test_eq(1, 1)']}, {}, r'optimizer\.ipynb: 1 of 1 cells .* give examples to c2'),
+    ('examples', with_cells(opt, '>def other(): assert True', '>def more(): pass'),
+        {}, r'nbs: 75\.0% of the cells .* train\.optimizer#c\d+, train\.optimizer#c\d+'),
+]
+
+@pytest.mark.parametrize('rule,change,files,caught', faults, ids=[f'{o[0]}-{i}' for i,o in enumerate(faults)])
+def test_rule_catches(tmp_path, rule, change, files, caught):
+    offences = house.rules[rule](small_house(tmp_path, change, files))
+    assert [o for o in offences if re.search(caught, o)], f'{caught!r} is not in {offences}'
+
+def test_chapters_may_be_imported_whole(tmp_path):
+    whole = ''.join(f'from .{o} import *\n' for o in ('runtime','patches','train'))
+    h = small_house(tmp_path, files={'fastai_xla/all.py': whole, 'fastai_xla/train/__init__.py': 'from .optimizer import *'})
+    assert house.rules['public_names'](h) == []
+
+# ---- README
+
+def test_all_hides_nothing_of_fastai():
+    "`from fastai_xla.all import *` after fastai's own leaves every name that fastai gave"
+    code = """
+import fastai.vision.all, fastai.text.all, fastai.tabular.all, fastai.collab, fastai_xla.all as ours
+theirs = {k: v for m in (fastai.vision.all, fastai.text.all, fastai.tabular.all, fastai.collab) for k,v in vars(m).items()}
+print([k for k,v in vars(ours).items() if not k.startswith('_') and k in theirs and theirs[k] is not v])"""
+    res = run(sys.executable, '-c', code, cwd=root)
+    assert res.returncode==0 and res.stdout.splitlines()[-1]=='[]', res.stdout+res.stderr
 
 def test_readme_is_the_rendered_index():
     assert (root/'README.md').read_text(encoding='utf-8') == readme.render(nbs/'index.ipynb'), 'run `make nbs`'

@@ -25,7 +25,7 @@ def front(path): return f'{path}{os.pathsep}{repo}'
 def test_queries_start_nothing():
     out = run_ok('''
         from fastai_xla.runtime import *
-        from fastai_xla.runtime import torch_xla, xm, xr, met
+        from fastai_xla.runtime.device import torch_xla, xm, xr, met
         print(xla_available(), device_kind(), n_cores(), rank(), world_size(), is_main(), in_notebook(), doctor().ok is not None)
         print(runtime_started(), all([torch_xla, xm, xr, met]))''', CPU_NUM_DEVICES='4')
     assert out.splitlines() == ['True CPU 4 0 1 True False True', 'False True']
@@ -36,7 +36,7 @@ def test_import_is_quiet():
     assert res.returncode == 0 and 'PJRT_DEVICE' not in res.stderr and 'mine' in res.stderr
 
 def test_supported_pairs_are_those_of_the_metadata():
-    from fastai_xla.runtime import _pairs
+    from fastai_xla.runtime.device import _pairs
     reqs = {r.name: r.specifier for r in map(Requirement, requires('fastai_xla')) if 'extra' not in str(r.marker)}
     minors = [f'2.{o}' for o in range(20)]
     assert [o for o in minors if f'{o}.0' in reqs['torch']] == [o for o in minors if f'{o}.0' in reqs['torch_xla']] == list(_pairs)

@@ -3,7 +3,9 @@ import os
 os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0') # compiles three times as fast; read when the runtime starts
 import fastai.optimizer, pytest
 from synth import *
+from contextlib import contextmanager
 from fastai.callback.training import GradientAccumulation
+from fastai_xla.train.optimizer import lend_step
 
 def lookahead(params, lr): return Lookahead(SGD(params, lr=lr, mom=.9), k=5)
 
@@ -165,17 +167,25 @@ def made(opt_func, dev):
     ps = [nn.Parameter((torch.arange(1,n+1)/n-.4).to(dev)) for n in (6,4,1)]
     return opt_func([ps[:2], ps[2:]], lr=.01),ps
 
+@contextmanager
+def as_in_a_fit(opt, p):
+    "The step is lent on a device, as the trainer does"
+    with Loans() as loans:
+        if p.device.type=='xla': lend_step(opt, loans)
+        yield
+
 def step_on(opt, ps, rng):
     "Steps whose rates, momentums and gradients change; the last parameter has no gradient at times, and the first no decay"
     if isinstance(opt, Optimizer): opt.state[ps[0]]['do_wd'] = False
-    for i in rng:
-        opt.set_hyper('lr', [.02/(i+1),.01])
-        if i==20 and 'mom' in opt.hypers[0] and type(getattr(opt, 'opt', None)) is not torch.optim.SGD: opt.set_hyper('mom', 0.)
-        for j,p in enumerate(ps):
-            g = torch.sin(torch.arange(1,p.numel()+1)*(i+j+1.))
-            if j<2 or i%3: p.grad = g.to(p.device)
-        opt.step()
-        opt.zero_grad()
+    with as_in_a_fit(opt, ps[0]):
+        for i in rng:
+            opt.set_hyper('lr', [.02/(i+1),.01])
+            if i==20 and 'mom' in opt.hypers[0] and type(getattr(opt, 'opt', None)) is not torch.optim.SGD: opt.set_hyper('mom', 0.)
+            for j,p in enumerate(ps):
+                g = torch.sin(torch.arange(1,p.numel()+1)*(i+j+1.))
+                if j<2 or i%3: p.grad = g.to(p.device)
+            opt.step()
+            opt.zero_grad()
 
 def steps_and_file(opt_func, dev, file):
     "15 steps, the state through a file into another optimizer with other parameters, and 15 more"
@@ -200,9 +210,10 @@ def test_types(dtype):
     def f(dev):
         p = nn.Parameter(torch.linspace(-1, 1, 8).to(dev, dtype))
         opt = Adam([p], lr=.01)
-        for i in range(10):
-            p.grad = (p.detach()*(i+1)).cos()
-            opt.step()
+        with as_in_a_fit(opt, p):
+            for i in range(10):
+                p.grad = (p.detach()*(i+1)).cos()
+                opt.step()
         return p.detach().cpu(),opt.state[p]['sqr_avg'].cpu()
     tol = 1e-9 if dtype is torch.float64 else 3e-2
     close(f('cpu'), f(DEVICE), rtol=tol, atol=tol)
@@ -219,15 +230,21 @@ def test_steppers_of_ones_own_run_in_fastais_step():
     close(f('cpu'), f(DEVICE))
     assert seen.count('xla')==seen.count('cpu')>0
 
-def test_undone():
-    "fastai's own step and `zero_grad` are back, also on the device"
+def test_outside_of_a_fit_the_step_is_fastais():
+    "And `zero_grad` when patches are undone, also on the device"
+    opt,ps = made(Adam, DEVICE)
+    assert opt.step.__func__ is Optimizer.step and Optimizer.step.__module__=='fastai.optimizer' and not hasattr(Optimizer.step, '__wrapped__')
+    for p in ps: p.grad = torch.ones_like(p)
+    opt.step()
     undo_patches()
     try:
-        opt,ps = made(Adam, DEVICE)
-        step_on(opt, ps, range(2))
-        assert Optimizer.step.__module__=='fastai.optimizer' and not hasattr(Optimizer.step, '__wrapped__')
+        opt.zero_grad()
         assert ps[0].grad is not None
     finally: apply_patches()
+    qopt,qs = made(Adam, 'cpu')
+    for q in qs: q.grad = torch.ones_like(q)
+    qopt.step()
+    close([q.detach() for q in qs], [p.detach() for p in ps])
 
 @pytest.mark.parametrize('opt', [partial(torch.optim.SGD, momentum=.9, nesterov=True), partial(torch.optim.Adam, amsgrad=True), torch.optim.NAdam], ids=['nesterov','amsgrad','NAdam'])
 def test_other_torch_optimizers_step_as_torch_does(opt):

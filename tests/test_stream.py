@@ -7,7 +7,7 @@ import fsspec, pytest, webdataset
 from tensorboard.summary.writer.record_writer import RecordWriter
 from fastai_xla.virtual_cores import run_replicas, use_virtual_cores
 use_virtual_cores(2)
-from fastai_xla.stream import _example
+from fastai_xla.data.records import _example
 from synth import *
 from fresh import repo, run
 

@@ -7,8 +7,9 @@ from torch import nn
 from torch.nn import functional as F
 from fastcore.all import noop
 from fastai.callback.rnn import RNNRegularizer
-from fastai_xla.all import XLADL, apply_patches, to_host, undo_patches, xla_device
-from fastai_xla.text import bucket_lens, pads_text
+from fastai_xla.all import Loans, XLADL, apply_patches, to_host, undo_patches, xla_device
+from fastai_xla.data import bucket_lens
+from fastai_xla.models import lend_text, pads_text
 from fastai.text.all import LMLearner, TensorImage, TfmdDL
 from text_models import DROPS, OPTS, TOLS, EpochCounts, assert_same, classifier, language_model, leaves, moved
 
@@ -142,13 +143,19 @@ def test_padding_is_neutral_for_the_regularizer():
         b = pads_text(learn.model)(learn.dls.valid.one_batch(), n)
         learn.xb,learn.yb,learn.training = (b[0].to('xla'),),(b[1].to('xla'),),True
         learn.model.reset()
-        learn.pred,learn.loss_grad = learn.model(*learn.xb),torch.zeros([], device='xla')
+        with Loans() as loans:
+            lend_text(learn.model, loans)
+            learn.pred = learn.model(*learn.xb)
+        learn.loss_grad = torch.zeros([], device='xla')
         learn.rnn.after_pred()
         reg.after_loss()
         return learn.loss_grad.item()
     sl = learn.dls.valid.one_batch()[0].shape[1]
+    learn.tpu_trainer._lend() # as in a fit
     assert loss(sl)==pytest.approx(loss(sl+19), rel=1e-5)
     assert loss(sl)>0
+    learn.tpu_trainer.release()
+    assert loss(sl)!=pytest.approx(loss(sl+19), rel=1e-5)
 
 # ---- told once
 

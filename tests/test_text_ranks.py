@@ -5,7 +5,7 @@ import numpy as np, pytest
 from fastai_xla.virtual_cores import run_replicas, use_virtual_cores
 use_virtual_cores(2)
 from fastai_xla.all import ShardedDL, to_host, torch_xla
-from fastai_xla.text import pads_text
+from fastai_xla.models import pads_text
 from fastai.basics import Callback
 from text_models import classifier
 
@@ -18,7 +18,7 @@ def test_ranks_share_the_length_of_a_step():
     learns = [classifier() for _ in range(2)]
     def batches(r):
         dl = ShardedDL(learns[r].dls.train, torch_xla.device(), pad_text=pads_text(learns[r].model))
-        return dl.varies,[to_host(b[0]) for b in dl]
+        return dl.ragged_across_ranks,[to_host(b[0]) for b in dl]
     (varies,a),(_,b) = run_replicas(batches)
     real = [[(x!=1).sum(1).max().item() for x in o] for o in (a,b)]
     assert not varies and len(a)==len(b)>=5

@@ -18,7 +18,7 @@ case = groups.case
 
 def lib():
     "The modules that a case needs, with 8 virtual cores"
-    from fastai_xla import virtual_cores as vc
+    from fastai_xla.virtual_cores import replicas as vc
     vc.use_virtual_cores(8)
     return vc,vc.xm,vc.xr,vc.torch_xla
 
@@ -34,21 +34,35 @@ N,S,halves,evens = 8,28,[[0,1,2,3],[4,5,6,7]],[[0,2,4,6],[1,3,5,7]]
 
 @case('eight')
 def nothing_but_while_replicas_run():
+    "every function of torch and torch_xla that replicas replace is the same object before and after; patches are not touched"
     import torch, torch_xla
-    from fastai_xla import virtual_cores as vc
+    from fastai_xla.virtual_cores import replicas as vc
     from fastai_xla.patches import patches_in_force
-    import torch_xla._internal.pjrt as pjrt, torch_xla.core.xla_model as xm
-    def seen(): return {**vars(torch_xla._XLAC), **vars(xm), **vars(torch.Tensor), 'fork': os.fork, 'world': torch.distributed.distributed_c10d._world,
-                        'reduce': torch.ops._c10d_functional.all_reduce}
-    before,n = seen(),len(patches_in_force())
+    import torch_xla._internal.pjrt as pjrt, torch_xla.core.xla_model as xm, torch_xla.utils.checkpoint as ck
+    import torch_xla.distributed.fsdp.xla_fully_sharded_data_parallel as fsdp
+    def seen():
+        own = {(o.__name__, k): v for o in (torch_xla._XLAC, xm, torch.Tensor, pjrt, ck, fsdp) for k,v in vars(o).items()}
+        return {**own, 'fork': os.fork, 'world': torch.distributed.distributed_c10d._world, 'reduce': torch.ops._c10d_functional.all_reduce}
+    def changed(a, b): return [k for k in {**a, **b} if a.get(k) is not b.get(k)]
+    before,patches = seen(),list(patches_in_force())
     vc.use_virtual_cores(8)
-    inside = vc.run_replicas(lambda r: (torch_xla._XLAC._xla_all_gather, [str(o) for o in patches_in_force()]))
-    assert inside[0][0] is not before['_xla_all_gather']
-    assert len(inside[0][1])>n+20
+    spawn = 'torch_xla._internal.pjrt','_SpawnFn'
+    assert changed(before, seen())==[spawn] and pjrt._SpawnFn is vc._SpawnFn
+    during = vc.run_replicas(lambda r: changed(before, seen()))[0]
+    stand_ins = [(getattr(o(), '__name__', ''), k) for o,k,_ in collectives_table() if o() is not torch.ops._c10d_functional]
+    wanted = {spawn, 'fork', 'world', 'reduce', (ck.__name__, 'chkpt_status'), (fsdp.__name__, 'chkpt_status'), *stand_ins}
+    assert {*during}==wanted and len(wanted)==29, {*during}^wanted
     after = seen()
-    assert before.keys()==after.keys()
-    assert [k for k in before if before[k] is not after[k] and not k.startswith('__')]==[]
-    assert [o.name for o in patches_in_force()[n:]]==['_SpawnFn']
+    assert before.keys()==after.keys() and changed(before, after)==[spawn]
+    vc._spawn_loans.give_back()
+    assert changed(before, seen())==[]
+    vc.use_virtual_cores(8)
+    vc._lend_spawn()
+    assert list(patches_in_force())==patches
+
+def collectives_table():
+    from fastai_xla.virtual_cores.collectives import _stand_ins
+    return _stand_ins
 
 @case('eight')
 def world_size_and_rank():
@@ -279,7 +293,7 @@ def fit(model, xs, ys, opt_func, after=lambda: None):
     return [o.item() for o in losses]
 
 def lib2():
-    from fastai_xla import virtual_cores as vc
+    from fastai_xla.virtual_cores import replicas as vc
     vc.use_virtual_cores(2)
     return vc,vc.xm,vc.xr,vc.torch_xla
 
@@ -372,6 +386,7 @@ def checkpoint_status_is_each_threads_own():
 @case('training')
 def learner_in_replicas():
     "a fastai Learner with DataLoader workers on each replica"
+    import fastai.callback.progress
     import torch
     from fastai.basics import Learner, DataLoader, DataLoaders, Callback, CrossEntropyLossFlat, SGD
     vc,xm,xr,torch_xla = lib2()
@@ -611,12 +626,12 @@ def import_changes_nothing():
 
 @case('plain')
 def a_tpu_is_left_alone():
+    from torch_xla._internal import pjrt
     from fastai_xla.virtual_cores import use_virtual_cores
-    from fastai_xla.patches import patches_in_force
     os.environ['PJRT_DEVICE'] = 'TPU'
-    env,n = dict(os.environ),len(patches_in_force())
+    env,spawn = dict(os.environ),pjrt._SpawnFn
     use_virtual_cores(8)
-    assert dict(os.environ)==env and len(patches_in_force())==n
+    assert dict(os.environ)==env and pjrt._SpawnFn is spawn
     os.environ['PJRT_DEVICE'] = 'CPU'
 
 @case('plain')
@@ -629,18 +644,21 @@ def use_does_not_start_the_runtime():
 
 @case('plain')
 def one_device_changes_nothing():
-    import torch
-    from fastai_xla.virtual_cores import use_virtual_cores, run_replicas, xr
-    from fastai_xla.patches import patches_in_force
-    n = len(patches_in_force())
+    import torch, torch_xla
+    from torch_xla._internal import pjrt
+    from fastai_xla.runtime.device import xr
+    from fastai_xla.virtual_cores import use_virtual_cores, run_replicas
+    def seen(): return dict(vars(torch_xla._XLAC)),dict(vars(torch.Tensor)),os.fork,torch.distributed.distributed_c10d._world,pjrt._SpawnFn
+    before = seen()
     use_virtual_cores(1)
-    assert run_replicas(lambda r: (r, torch.ones(2).to('xla').sum().item(), xr.world_size(), len(patches_in_force())-n))==[(0,2.,1,0)]
+    assert run_replicas(lambda r: (r, torch.ones(2).to('xla').sum().item(), xr.world_size(), seen()==before))==[(0,2.,1,True)]
     assert 'XLA_THREAD_POOL_SIZE' not in os.environ
 
 @case('spmd')
 def spmd_process_is_refused():
     from fastai_xla.launch import tpu_launch
-    from fastai_xla.virtual_cores import run_replicas, xr
+    from fastai_xla.runtime.device import xr
+    from fastai_xla.virtual_cores import run_replicas
     xr.use_spmd()
     with pytest.raises(RuntimeError, match='This process uses SPMD.*restart Python'): run_replicas(print, n=2)
     with pytest.raises(RuntimeError, match='This process uses SPMD.*restart Python'): tpu_launch(print, n_cores=2)
@@ -649,7 +667,8 @@ def spmd_process_is_refused():
 def late_is_waited_for():
     "with as many devices as the environment asks for, whose settings are made good"
     import torch
-    from fastai_xla.virtual_cores import run_replicas, xm
+    from fastai_xla.runtime.device import xm
+    from fastai_xla.virtual_cores import run_replicas
     os.environ['CPU_NUM_DEVICES'] = '2'
     def f(r):
         x = xm.all_reduce('sum', torch.tensor([r+1.]).to('xla'))

@@ -1,15 +1,93 @@
-"Build the documentation into _docs: by Quarto where it is installed, otherwise by mkdocs from the same processed notebooks."
-import base64, json, re, shutil, subprocess, sys, warnings
+"""Build the documentation as a static site: a page for each notebook, by mkdocs.
+
+No cell is run: nbdev's processors would run every cell with an import, without the cells before it. Instead the modules are imported, and
+nbdev's `show_doc` shows what the notebooks export; examples are shown as code, tutorials with the outputs that they are stored with."""
+import argparse, ast, base64, importlib, inspect, json, os, re, subprocess, sys, tempfile
+from functools import cache, reduce
 from pathlib import Path
 
-from nbdev.config import get_config
-from nbdev.serve import proc_nbs
+root = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(root))
 
-cfg = get_config(Path(__file__).parent.parent)
-proc = cfg.config_path/'_proc'
-md = proc/'md'
+from nbdev.config import get_config
+from nbdev.doclinks import NbdevLookup
+from nbdev.showdoc import show_doc, showdoc_nm
+
+cfg = get_config(root)
+nbs = cfg.nbs_path
 
 def text(o): return ''.join(o)
+def load(path): return json.loads(path.read_text(encoding='utf-8'))['cells']
+def directive(name, src): return re.search(rf'^#\|\s*{name}\b[ \t]*(.*)', src, re.M)
+
+def module_of(path):
+    "Name of the module in the package that the notebook at `path` exports, or None"
+    found = [directive('default_exp', text(c['source'])) for c in load(path) if c['cell_type']=='code']
+    return next((o[1].strip() for o in found if o), None)
+
+def pages():
+    "Each notebook with the name of its page: the index, the modules in the order of their numbers, the tutorials, and the rest"
+    api, tutorials = sorted(nbs.glob('[0-9]*.ipynb')), sorted(nbs.glob('tutorials/*.ipynb'))
+    rest = [o for o in sorted(nbs.glob('*.ipynb')) if o not in api and o.stem!='index']
+    res = {o: f'{module_of(o)}.md' for o in api} | {o: f'tutorials/{o.stem}.md' for o in tutorials} | {o: f'{o.stem}.md' for o in rest}
+    return {nbs/'index.ipynb': 'index.md'} | res
+
+def chapters(pages):
+    "The table of contents: the modules of a subpackage under its name, then the tutorials"
+    res = {}
+    for path,page in pages.items():
+        inside = 'tutorials' if page.startswith('tutorials/') else page.split('.')[0] if page.count('.')>1 else None
+        res.setdefault(inside or page, []).append(page)
+    return [{o.replace('_', ' ').capitalize(): v} if o!=v[0] else o for o,v in res.items()]
+
+# ---- what a cell becomes
+
+def heading(name, level): return f'{"#"*level} `{name}` {{#{name.lower()}}}'
+
+def symbol(mod, name, level=3):
+    "What `show_doc` shows of `name` in `mod`, under a heading that links can name; of a class its public methods too"
+    sym = reduce(getattr, name.split('.'), mod)
+    shown = show_doc(sym, name=name, title_level=level)
+    if shown is None: return f'{heading(name, level)}\n\n{inspect.getdoc(sym) or ""}'  # of several functions, one for each type
+    md = shown._repr_markdown_().removeprefix('---\n\n').replace('#LNone', f'#L{lines(mod).get(name, 1)}')
+    md = re.sub(rf'^{"#"*level} .*$', lambda _: heading(name, level), md, count=1, flags=re.M)
+    if not inspect.isclass(sym): return md
+    public = [o for o in inside(mod) if o.startswith(f'{name}.') and '._' not in o]
+    methods = [o for o in public if inspect.isfunction(f := getattr(sym, o.split('.')[1])) and f.__doc__]
+    return '\n\n'.join([md] + [symbol(mod, o, level+1) for o in methods])
+
+def top(mod): return [o for o in ast.parse(inspect.getsource(mod)).body if isinstance(o, defs)]
+
+@cache
+def inside(mod):
+    "The line of each method that a class of `mod` defines, by 'Class.method'"
+    return {f'{c.name}.{o.name}': o.lineno for c in top(mod) if isinstance(c, ast.ClassDef) for o in c.body if isinstance(o, defs)}
+
+@cache
+def lines(mod):
+    "The line of each function, class and method of `mod`, and of what it adds to other classes"
+    return inside(mod) | {n: o.lineno for o in top(mod) for n in names(o)}
+
+defs = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
+
+def names(node):
+    "Public names that a top-level `node` of an exported cell defines"
+    if isinstance(node, defs):
+        found = showdoc_nm(node)
+        return [] if node.name[0]=='_' else found if isinstance(found, list) else [found]
+    return [o.id for t in getattr(node, 'targets', ()) for o in ast.walk(t) if isinstance(o, ast.Name)] if isinstance(node, ast.Assign) else []
+
+def exported(src, mod, done):
+    "The documentation of what an exported cell defines; the names are added to `done`"
+    res = []
+    for node in ast.parse(src).body:
+        new = [o for o in names(node) if o not in done and ('.' in o or o in mod.__all__)]
+        if new and isinstance(node, ast.Assign):
+            code = ast.get_source_segment(src, node)
+            res += [heading(new[0], 3)] + [f'<a id="{o.lower()}"></a>' for o in new[1:]] + [f'```python\n{code}\n```']
+        else: res += [symbol(mod, o) for o in new]
+        done.update(new)
+    return res
 
 def output(out, png):
     "One output of a cell as markdown, its image written to `png`"
@@ -18,41 +96,70 @@ def output(out, png):
         png.write_bytes(base64.b64decode(text(data['image/png'])))
         return f'![]({png.name})'
     for o in ('text/html', 'text/markdown'):
-        if o in data: return re.sub(r'\{target=[^}]*\}', '', text(data[o])).removeprefix('---\n')
+        if o in data: return text(data[o])
     plain = text(out.get('text') or data.get('text/plain', ''))
     return f'```text\n{plain}\n```' if plain.strip() else ''
 
-def cell(c, stem):
-    "A processed cell as markdown: Quarto's directives are obeyed and left out, its raw cells dropped"
+def example(c, png):
+    "A cell that is not exported: its code without directives, then its outputs"
     src = text(c['source'])
-    if c['cell_type']!='code': return src if c['cell_type']=='markdown' else ''
+    if directive('hide', src) or directive('default_exp', src) or 'nbdev_export()' in src: return []
     code = re.sub(r'^#\|.*\n?', '', src, flags=re.M).strip()
-    shown = [f'```python\n{code}\n```'] if code and not re.search(r'^#\|\s*echo:\s*false', src, re.M) else []
-    return '\n\n'.join(shown + [output(o, md/f"{stem}-{c['id']}-{i}.png") for i,o in enumerate(c['outputs'])])
+    shown = [f'```python\n{code}\n```'] if code and not directive('echo: *false', src) else []
+    return shown + [output(o, png.with_name(f"{png.stem}-{c['id']}-{i}.png")) for i,o in enumerate(c['outputs'])]
 
-def page(path):
-    "Write the processed notebook at `path` as a page named like its module; returns the page's name"
-    raw, *cells = json.loads(path.read_text(encoding='utf-8'))['cells']
-    front = dict(re.findall(r'^(title|description): (.+)$', text(raw['source']), re.M))
-    stem = re.sub(r'^\d+_', '', path.stem)
-    head = [f"# {front['title']}", f"> {front['description']}"]
-    body = '\n\n'.join(head + [cell(c, stem) for c in cells])
-    (md/f'{stem}.md').write_text(body.replace(cfg.doc_url.rstrip('/')+'/', ''), encoding='utf-8')
-    return f'{stem}.md'
+def page(path, dest):
+    "Markdown of the notebook at `path`, whose images are written beside `dest`"
+    name,done,res = module_of(path),set(),[]
+    mod = importlib.import_module(f'{cfg.lib_path.name}.{name}') if name else None
+    for c in load(path):
+        src = text(c['source'])
+        if c['cell_type']=='code': res += exported(src, mod, done) if mod and directive('export', src) else example(c, dest)
+        elif c['cell_type']=='markdown' and not re.fullmatch(r'#.* -', src.strip()): res.append(src)
+    rest = [o for o in getattr(mod, '__all__', ()) if o not in done]
+    if rest: res.append('Also exported: ' + ', '.join(f'`{o}`' for o in rest) + '.')
+    return '\n\n'.join(filter(None, res)) + '\n'
 
-def mkdocs():
-    "The index first, then the modules in the order of their numbers, then the tutorials"
-    shutil.rmtree(proc, ignore_errors=True)
-    warnings.filterwarnings('ignore', 'Found cells containing imports')
-    proc_nbs(cfg.nbs_path, n_workers=0)
-    md.mkdir()
-    nbs = [proc/'index.ipynb'] + sorted(proc.glob('[0-9]*.ipynb')) + sorted(proc.glob('tutorials/*.ipynb'))
-    site = dict(site_name=cfg.title, site_url=cfg.doc_url, repo_url=cfg.git_url, docs_dir=str(md), site_dir=str(cfg.doc_path), edit_uri='',
-        theme='readthedocs', use_directory_urls=False, nav=[page(o) for o in nbs])
-    (proc/'mkdocs.yml').write_text(json.dumps(site))
-    subprocess.run([sys.executable, '-m', 'mkdocs', 'build', '--quiet', '--config-file', str(proc/'mkdocs.yml')], check=True)
+# ---- the site
+
+def link(md, here, pages, anchors):
+    "Names of ours and of fastai's in `md` as links; links to our notebooks and pages as relative ones from the page `here`"
+    url, blob = re.escape(cfg.doc_url.rstrip('/')+'/'), re.escape(f'{cfg.git_url}/blob/{cfg.branch}/{nbs.name}/')
+    def to(page, frag=''):
+        frag = frag.lower() if frag.lower()[1:] in anchors.get(page, ()) else ''
+        return f'({os.path.relpath(page, Path(here).parent)}{frag})'
+    def ours(m): return to(m[1]+'.md', m[2] or '') if m[1]+'.md' in anchors else m[0]
+    def notebook(m): return to(pages[nbs/m[1]]) if nbs/m[1] in pages else m[0]
+    md = re.sub(r'^(#+ )\[(`.+?`)\]\(.*?\)', r'\1\2', NbdevLookup().linkify(md), flags=re.M)  # a heading does not link to itself
+    md = re.sub(rf'\({blob}([^)\s#]+\.ipynb)\)', notebook, md)
+    return re.sub(rf'\({url}([^)\s#]+)\.html(#[^)\s]*)?\)', ours, md)
+
+def write(folder):
+    "Write the markdown of all pages into `folder`; returns the table of contents"
+    all_pages = pages()
+    md = {}
+    for path,name in all_pages.items():
+        (folder/name).parent.mkdir(exist_ok=True)
+        md[name] = page(path, folder/name)
+    anchors = {k: set(re.findall(r'^#+ .*\{#(.+)\}$|<a id="(.+?)">', v, re.M)) for k,v in md.items()}
+    anchors = {k: {a or b for a,b in v} for k,v in anchors.items()}
+    for k,v in md.items(): (folder/k).write_text(link(v, k, all_pages, anchors), encoding='utf-8')
+    return chapters(all_pages)
+
+def build(out):
+    "Build the site into the folder `out`; a dead link is an error"
+    with tempfile.TemporaryDirectory() as tmp:
+        tmp = Path(tmp)
+        (tmp/'md').mkdir()
+        site = dict(site_name=cfg.title, site_url=cfg.doc_url, repo_url=cfg.git_url, edit_uri='', docs_dir=str(tmp/'md'), site_dir=str(Path(out).resolve()),
+            theme=dict(name='readthedocs', navigation_depth=3), use_directory_urls=False, nav=write(tmp/'md'),
+            markdown_extensions=['attr_list', 'sane_lists'], validation=dict(links=dict(anchors='warn', not_found='warn')))
+        (tmp/'mkdocs.yml').write_text(json.dumps(site), encoding='utf-8')
+        subprocess.run([sys.executable, '-m', 'mkdocs', 'build', '--quiet', '--strict', '--config-file', str(tmp/'mkdocs.yml')], check=True)
 
 if __name__ == '__main__':
-    if shutil.which('quarto'): subprocess.run(['nbdev-docs'], check=True, cwd=cfg.config_path)
-    else: mkdocs()
-    print(f'The documentation is in {cfg.doc_path}/index.html')
+    ap = argparse.ArgumentParser(description='Build the documentation as a static site')
+    ap.add_argument('--out', default=cfg.doc_path, help='folder of the site')
+    out = ap.parse_args().out
+    build(out)
+    print(f'The documentation is in {out}/index.html')

@@ -1,0 +1,3 @@
+"What it costs."
+from .stats import *
+from .plan import *

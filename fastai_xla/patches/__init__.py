@@ -1,0 +1,10 @@
+"What is replaced for the whole process, and what is lent."
+from .registry import *
+from .grads import *
+from .travel import *
+from .learner import *
+from .ops import *
+from .augment import *
+from .mix import *
+from .spmd import *
+from .text import *

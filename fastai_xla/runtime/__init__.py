@@ -1,0 +1,8 @@
+"This machine, its ranks, and tensors on the way."
+from .device import *
+from .ranks import *
+from .counts import *
+from .transfer import *
+from .table import *
+from .doctor import *
+from .signals import *
