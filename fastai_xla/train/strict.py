@@ -14,7 +14,7 @@ from collections import Counter
 import torch
 from fastai.basics import GatherPredsCallback, Learner, TrainEvalCallback
 from torch.overrides import TorchFunctionMode
-from ..runtime.counts import fallbacks, n_reads, on_read, xla_counts
+from ..runtime.counts import fallbacks, n_reads, on_read, n_compiles, xla_counts
 from ..runtime.transfer import on_xla, tensors_of
 
 # %% ../../nbs/46_train.strict.ipynb #where
@@ -169,7 +169,7 @@ class StrictSteps(XLACallback):
 
     def after_batch(self):
         kind,calls = self.kind,self.watcher.calls
-        if not self.skip and xla_counts().compiles>self.at.compiles: self._on_compile(kind, calls)
+        if not self.skip and n_compiles()>self.at.compiles: self._on_compile(kind, calls)
         self.n_of.update([kind, self.came])
         self.calls_of[kind] = calls
         self._mark()
