@@ -15,7 +15,7 @@ setup(
     long_description=(here/'README.md').read_text(encoding='utf-8'), long_description_content_type='text/markdown',
     packages=find_packages(include=[cfg['lib_name'], cfg['lib_name']+'.*']) + [cfg['lib_name']+'.examples'],
     package_dir={cfg['lib_name']+'.examples': 'examples'}, python_requires='>='+cfg['min_python'],
-    install_requires=lines('requirements'), extras_require={o: lines(f'{o}_requirements') for o in ('tpu', 'stream', 'dev', 'bench', 'docs')},
+    install_requires=lines('requirements'), extras_require={o: lines(f'{o}_requirements') for o in ('tpu', 'compile', 'stream', 'dev', 'bench', 'docs')},
     entry_points={'console_scripts': lines('console_scripts'), 'nbdev': [f"{cfg['lib_name']}={cfg['lib_name']}._modidx:d"]},
     classifiers=['Development Status :: 3 - Alpha', 'Intended Audience :: Developers', 'Operating System :: OS Independent',
         'Topic :: Scientific/Engineering :: Artificial Intelligence'] + [f'Programming Language :: Python :: 3.{o}' for o in pythons])

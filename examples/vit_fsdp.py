@@ -8,9 +8,10 @@ A size for eight virtual cores:
 
     python examples/vit_fsdp.py --fake_data --fake_samples 256 --ckpt_dir ckpts --image_size 28 --embed_dim 64 --num_heads 4 --num_blocks 4 --num_classes 8 --batch_size 32 --num_epochs 3 --warmup_steps 8
 
-Flags are those of https://github.com/ronghanghu/vit_10b_fsdp_example, and the defaults are the same model and hyperparameters. What XLA's partitioner decides (`--no_reshard_after_forward`, `--flatten_parameters`) and
-what is always so here (`--shard_on_cpu`: each parameter is made on the host and sent to its cores in pieces) has no flag. A training that was killed goes on at its newest checkpoint when the same command is run again;
-`--resume_epoch 20` goes back to the one after epoch 20, and puts those after it into another folder.
+Flags are those of https://github.com/ronghanghu/vit_10b_fsdp_example, and the defaults are the same model and hyperparameters. By default one process runs all cores and XLA's partitioner decides when parameters are
+gathered. `--flatten_parameters`, `--reshard_after_forward` and `--no_reshard_after_forward` are options of torch_xla's `XlaFullyShardedDataParallel`, which each of them puts around the blocks instead, with a process for
+each core, as the original does. `--shard_on_cpu` is always so: each parameter is made on the host and sent to its cores in pieces. A training that was killed goes on at its newest checkpoint when the same command is run
+again; `--resume_epoch 20` goes back to the one after epoch 20, and puts those after it into another folder.
 """
 import argparse, math, time
 from fastai.vision.all import *
@@ -25,11 +26,12 @@ class FakeImages:
         x = torch.randn(3, self.size, self.size, generator=torch.Generator().manual_seed(i))
         return TensorImage(x+4*(i%self.n_classes)/self.n_classes-2),TensorCategory(i%self.n_classes)
 
-def get_dls(a):
+def get_dls(a, bs):
+    "Batches of `bs` samples"
     if a.fake_data:
         train,valid = [FakeImages(n, a.image_size, a.num_classes) for n in (a.fake_samples, max(a.batch_size, a.fake_samples//25))]
-        return DataLoaders(TfmdDL(train, bs=a.batch_size, shuffle=True, drop_last=True, num_workers=a.num_workers), TfmdDL(valid, bs=a.batch_size, num_workers=a.num_workers))
-    return ImageDataLoaders.from_folder(a.data_dir, train='train', valid='val', bs=a.batch_size, num_workers=a.num_workers, item_tfms=RandomResizedCrop(a.image_size, min_scale=.08),
+        return DataLoaders(TfmdDL(train, bs=bs, shuffle=True, drop_last=True, num_workers=a.num_workers), TfmdDL(valid, bs=bs, num_workers=a.num_workers))
+    return ImageDataLoaders.from_folder(a.data_dir, train='train', valid='val', bs=bs, num_workers=a.num_workers, item_tfms=RandomResizedCrop(a.image_size, min_scale=.08),
                                         batch_tfms=[Flip(), Normalize.from_stats(*imagenet_stats)])
 
 def get_model(a):
@@ -47,17 +49,23 @@ def warmup_cosine(lr, warmup, steps):
 class LogSteps(Callback):
     "Print each `every` steps; stop after `max_steps`"
     order = 60 # after the Recorder
-    def __init__(self, every, max_steps): self.every,self.max_steps,self.start,self.last = every,max_steps,None,None
+    def __init__(self, every, max_steps): self.every,self.max_steps,self.start = every,max_steps,None
+    def before_train(self): self.restart()
+    def restart(self): self.since,self.n = time.time(),0
     def after_batch(self):
         if not self.training: return
-        if self.start is None: self.start = self.train_iter
-        if self.train_iter==self.start+1: self.since,self.last = time.time(),self.train_iter # the first step compiles
-        if self.train_iter==self.start or self.train_iter%self.every==0: self.say()
+        self.n += 1
+        self.start = self.start or self.train_iter
+        compiles = self.train_iter<=self.start+1
+        if self.train_iter==self.start or self.train_iter%self.every==0: self.say(timed=not compiles)
+        if compiles: self.restart()
         if self.max_steps and self.train_iter>=self.max_steps: raise CancelFitException
-    def say(self):
-        n = self.train_iter-self.last if self.last else 0
-        speed = f', sec/iter: {(time.time()-self.since)/n:.4f}' if n else ''
-        print(f"epoch {self.epoch+1} step {self.iter+1}, lr: {self.opt.hypers[-1]['lr']:.6f}, loss: {float(self.smooth_loss):.4f}{speed}", flush=True)
+    def say(self, timed):
+        "The speed is that of the steps since the last line, or since this epoch's training began: validation is none of it"
+        loss = float(self.smooth_loss) # waits for the device
+        speed = f', sec/iter: {(time.time()-self.since)/self.n:.4f}' if timed else ''
+        self.restart()
+        print(f"epoch {self.epoch+1} step {self.iter+1}, lr: {self.opt.hypers[-1]['lr']:.6f}, loss: {loss:.4f}{speed}", flush=True)
 
 class ValidateEvery(Callback):
     "Validate each `every` epochs, and after the last"
@@ -71,14 +79,34 @@ class LogEpochs(Callback):
     order = 60
     def after_epoch(self): print(f"epoch {self.epoch+1}: " + ', '.join(f'{k} {v:.6f}' for k,v in zip(self.recorder.metric_names[1:-1], self.recorder.log[1:-1]) if v is not None), flush=True)
 
+def wrapper_options(a):
+    "Options for torch_xla's wrapper, None where XLA's partitioner does the work"
+    given = {k: getattr(a, k) for k in ('flatten_parameters','reshard_after_forward') if getattr(a, k) is not None}
+    return dict(given, grad_ckpt=a.grad_ckpt) if given else None
+
+def n_processes_of(a):
+    "Number of processes that share a batch"
+    return get_pool(a.fsdp).n_cores if wrapper_options(a) else 1
+
 def get_learner(a):
     set_seed(a.seed)
-    dls = get_dls(a)
+    fsdp,n = wrapper_options(a),n_processes_of(a)
+    if a.batch_size%n: raise SystemExit(f'--batch_size {a.batch_size} does not divide by {n} processes')
+    dls = get_dls(a, a.batch_size//n)
+    if len(dls.train)<n: raise SystemExit(f'--batch_size {a.batch_size} is larger than the training set of {len(dls.train_ds)} samples: there is no step to take')
     opt = partial(Adam, mom=.9, sqr_mom=.999, eps=1e-8, decouple_wd=True)
     cbs = [LogSteps(a.log_step_interval, a.max_steps), ValidateEvery(a.test_epoch_interval), LogEpochs(), *([GradientClip(a.clip_grad_norm)] if a.clip_grad_norm>0 else [])]
     learn = Learner(dls, get_model(a), CrossEntropyLossFlat(), opt_func=opt, metrics=accuracy, wd=a.weight_decay, wd_bn_bias=True, cbs=cbs, path=a.ckpt_dir)
     if a.bf16: learn.to_bf16()
-    return learn.to_tpu_sharded(fsdp=1 if a.run_without_fsdp else a.fsdp, grad_ckpt=a.grad_ckpt, scan=a.scan, mark_step=a.mark_step)
+    if fsdp: return learn.to_tpu_distributed(a.fsdp, fsdp=fsdp)
+    if a.grad_ckpt and a.num_blocks==1: print('One block has no neighbour like it: trained without gradient checkpointing', flush=True)
+    return learn.to_tpu_sharded(fsdp=1 if a.run_without_fsdp else a.fsdp, grad_ckpt=a.grad_ckpt and a.num_blocks>1, scan=a.scan, mark_step=a.mark_step)
+
+def describe(learn, a, steps):
+    n = sum(p.numel() for p in learn.model.parameters())
+    if wrapper_options(a): return print(f'{n:,} parameters in shards on {n_processes_of(a)} cores, by XlaFullyShardedDataParallel({wrapper_options(a)}); {steps} steps an epoch', flush=True)
+    mesh = learn.tpu_sharded_trainer.mesh
+    print(f'{n:,} parameters, {learn.sharding.device_nbytes//4:,} on each of {mesh.n} cores ({mesh}); {steps} steps an epoch', flush=True)
 
 def go_back(folder, epoch, steps):
     "Make the checkpoint after `epoch` the newest in `folder`"
@@ -91,7 +119,13 @@ def go_back(folder, epoch, steps):
 
 def parser():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    def add(name, default, help=None): p.add_argument(f'--{name}', type=type(default) if default is not None else int, default=default, help=help)
+    def count(text):
+        if text.isdecimal() and int(text): return int(text)
+        raise argparse.ArgumentTypeError(f'it must be a whole number, at least 1. Got {text!r}')
+    may_be_0 = 'num_workers','resume_epoch','warmup_steps','seed','max_steps'
+    def add(name, default, help=None):
+        kind = count if not isinstance(default, (str,float)) and name not in may_be_0 else type(default)
+        p.add_argument(f'--{name}', type=kind, default=default, help=help)
     def flag(name, help=None, **kwargs): p.add_argument(f'--{name}', help=help, **{'action': 'store_true', **kwargs})
     add('data_dir', 'imagenet-1k', 'folder with train/ and val/'); flag('fake_data'); add('fake_samples', 1281167); add('num_workers', 4)
     add('ckpt_dir', 'vit_fsdp', 'checkpoints; a training goes on from the newest'); flag('no_resume', 'start anew, and refuse a folder with checkpoints')
@@ -101,15 +135,22 @@ def parser():
     for k,v in dict(batch_size=1024, num_epochs=300, lr=1e-3, weight_decay=.1, clip_grad_norm=1., warmup_steps=10000, seed=42).items(): add(k, v)
     add('max_steps', 0, 'stop after so many; 0: no limit')
     flag('grad_ckpt', 'on by default'); flag('no_grad_ckpt', dest='grad_ckpt', action='store_false'); p.set_defaults(grad_ckpt=True)
+    flag('flatten_parameters', "by torch_xla's wrapper: a block's parameters as one", default=None)
+    flag('reshard_after_forward', "by torch_xla's wrapper: drop a block's gathered parameters after its forward pass (its default)", default=None)
+    flag('no_reshard_after_forward', "by torch_xla's wrapper: keep them for the backward pass", dest='reshard_after_forward', action='store_false', default=None)
+    flag('shard_on_cpu', 'always so')
     flag('scan', 'one loop for all blocks'); flag('mark_step', 'a program for each block'); flag('bf16'); flag('run_without_fsdp', 'each core has all parameters'); add('fsdp', None, 'cores over which the parameters are spread; default: all')
     return p
 
 def main(args=None):
-    a = parser().parse_args(args)
+    p = parser()
+    a = p.parse_args(args)
+    if wrapper_options(a) and (a.scan or a.mark_step or a.run_without_fsdp):
+        p.error("--flatten_parameters and --reshard_after_forward are options of torch_xla's wrapper, which has neither --scan nor --mark_step, and is FSDP")
+    if a.num_blocks==1 and (a.scan or a.mark_step): p.error('--scan and --mark_step need --num_blocks 2 or more')
     learn = get_learner(a)
-    steps = len(learn.dls.train)
-    n = sum(p.numel() for p in learn.model.parameters())
-    print(f'{n:,} parameters, {learn.sharding.device_nbytes//4:,} on each of {learn.tpu_sharded_trainer.mesh.n} cores ({learn.tpu_sharded_trainer.mesh}); {steps} steps an epoch', flush=True)
+    steps = len(learn.dls.train)//n_processes_of(a)
+    describe(learn, a, steps)
     folder = Path(a.ckpt_dir)/'checkpoints'
     if a.resume_epoch: go_back(folder, a.resume_epoch, steps)
     cbs = [ParamScheduler({'lr': warmup_cosine(a.lr, a.warmup_steps, steps*a.num_epochs)}), TPUCheckpoint(folder, every=steps*a.ckpt_epoch_interval, keep=a.keep_ckpts, resume=not a.no_resume)]

@@ -8,11 +8,12 @@ Docs: https://fastai-xla.github.io/fastai_xla/cli.html.md"""
 __all__ = ['main']
 
 # %% ../nbs/99_cli.ipynb #imports
-import argparse, importlib, json, os, subprocess, sys
+import argparse, json, os, re, subprocess, sys
 from pathlib import Path
 import fastai_xla
-from .runtime.device import device_kind, n_cores
+from .runtime.device import device_kind, dist_version, n_cores, require_xla, XLANotInstalled
 from .runtime.doctor import doctor
+from .runtime.args import function_of
 
 # %% ../nbs/99_cli.ipynb #example
 def _example(
@@ -25,25 +26,51 @@ def _example(
         if o.exists(): return o
     raise FileNotFoundError(f"The example {name} is neither at {places[0]} nor at {places[1]}: install fastai_xla again, or run from a full checkout")
 
+# %% ../nbs/99_cli.ipynb #parser
+def _parser(command, does, example):
+    "The options of a command, to be added to"
+    return argparse.ArgumentParser(f'fastai-xla {command}', description=does, epilog=f'example:\n  {example}',
+        formatter_class=argparse.RawDescriptionHelpFormatter)
+
+def _count(text):
+    "The whole number from 1 on that `text` is"
+    if text.isdecimal() and int(text): return int(text)
+    raise argparse.ArgumentTypeError(f'it must be a whole number, at least 1. Got {text!r}')
+
+def _part(text):
+    "The number above 0, and at most 1, that `text` is"
+    try: n = float(text)
+    except ValueError: n = 0
+    if 0<n<=1: return n
+    raise argparse.ArgumentTypeError(f'it must be above 0 and at most 1. Got {text!r}')
+
+def _need_xla():
+    "End with the line that installs torch_xla, unless it can be used"
+    try: require_xla()
+    except XLANotInstalled as e: sys.exit(f'{type(e).__name__}: {e}')
+
 # %% ../nbs/99_cli.ipynb #commands
 def _doctor(args):
     "Print the checkup; 1 when it found a fault"
-    argparse.ArgumentParser('fastai-xla doctor', description=doctor.__doc__).parse_args(args)
+    _parser('doctor', doctor.__doc__, 'fastai-xla doctor && python train.py').parse_args(args)
     d = doctor()
     print(d)
     return int(not d.ok)
 
 def _demo(args):
     "Run examples/digits.py: on one core, then on all; with `--cores` on so many"
-    p = argparse.ArgumentParser(add_help=False)
-    p.add_argument('--cores')
-    p.add_argument('--out', default='out')
-    a,rest = p.parse_known_args(args)
+    p = _parser('demo', 'Train on real handwritten digits: on one core, and then on all', 'fastai-xla demo --epochs 2 --cores 8 --out digits')
+    p.add_argument('--cores', type=_count, help='how many (default: one, and then all of a TPU or 8 virtual ones of a CPU)')
+    p.add_argument('--epochs', type=_count, default=6, help='epochs to train (default: 6)')
+    p.add_argument('--out', type=Path, default='out', help='folder for images, plots and the model (default: out)')
+    a = p.parse_args(args)
+    _need_xla()
     most = n_cores() if device_kind()=='TPU' else 8
     for n in [a.cores] if a.cores else dict.fromkeys((1, most)):
-        out = a.out if a.cores or n==1 else Path(a.out)/f'{n}_cores'
-        code = subprocess.run([sys.executable, _example('digits.py'), '--cores', str(n), '--out', str(out), *rest]).returncode
-        if code or '--help' in rest: return code
+        out = a.out if a.cores or n==1 else a.out/f'{n}_cores'
+        command = [sys.executable, _example('digits.py'), '--cores', n, '--epochs', a.epochs, '--out', out]
+        code = subprocess.run([*map(str, command)]).returncode
+        if code: return 1
     return 0
 
 # %% ../nbs/99_cli.ipynb #launch
@@ -60,46 +87,43 @@ def _run_script(
 
 def _launch(args):
     "Run a script on every core"
-    p = argparse.ArgumentParser('fastai-xla launch', description='Run a script on every core, one replica each')
-    p.add_argument('--cores', type=int, help='how many (default: all of a TPU, 8 virtual ones of a CPU)')
+    p = _parser('launch', 'Run a script on every core, one replica each', 'fastai-xla launch --cores 8 train.py --lr 1e-3')
+    p.add_argument('--cores', type=_count, help='how many (default: all of a TPU, 8 virtual ones of a CPU)')
     p.add_argument('script', help='a Python file')
     p.add_argument('args', nargs=argparse.REMAINDER, help='for the script')
     a = p.parse_args(args)
     if not Path(a.script).is_file(): p.error(f'There is no file {a.script}')
+    _need_xla()
     from fastai_xla.launch import LaunchError, tpu_launch
     try: tpu_launch(_run_script, a.script, a.args, n_cores=a.cores)
-    except (LaunchError, ValueError) as e: sys.exit(f'{type(e).__name__}: {e}')
+    except LaunchError as e: sys.exit(f'LaunchError: {e}')
+    except ValueError as e: sys.exit(f'ValueError: {e}')
     return 0
 
 # %% ../nbs/99_cli.ipynb #bench
-def _function(
-    spec:str # 'file.py:function' or 'module:function'
-):
-    "The function that `spec` names"
-    mod,_,name = spec.rpartition(':')
-    if not mod: raise ValueError(f"{spec!r} does not say which function makes the Learner: write train.py:get_learner, or module:get_learner")
-    path = Path(mod)
-    sys.path.insert(0, str(path.resolve().parent if path.suffix=='.py' else Path.cwd()))
-    if path.suffix=='.py' and not path.exists(): raise FileNotFoundError(f"There is no file {mod}")
-    f = getattr(importlib.import_module(path.stem if path.suffix=='.py' else mod), name, None)
-    if not callable(f): raise AttributeError(f"{mod} has no function {name}")
-    return f
+def _made_learner(spec, parser):
+    "The Learner that the function `spec` makes"
+    try: make = function_of(spec)
+    except (ValueError, OSError, ImportError, AttributeError) as e: parser.error(str(e))
+    import fastai_xla.all # gives Learners our methods
+    learn = make()
+    if not hasattr(learn, 'fit'): parser.error(f'{spec} returned {type(learn).__name__}: it must return a Learner')
+    return learn
 
 def _bench(args):
     "Print what a step of a Learner costs"
-    p = argparse.ArgumentParser('fastai-xla bench', description='Train a Learner of yours for some batches and print what a step costs')
+    p = _parser('bench', 'Train a Learner of yours for some batches and print what a step costs', 'fastai-xla bench train.py:get_learner --batches 50')
     p.add_argument('learner', help='file.py:function or module:function; the function returns a Learner')
-    p.add_argument('--batches', type=int, default=30, help='batches to train (default: 30)')
+    p.add_argument('--batches', type=_count, default=30, help='batches to train (default: 30)')
     p.add_argument('--strict', action='store_true', help='stop at what slows a steady step down, with the line that does')
     p.add_argument('--json', type=Path, help='a file for the cost of each step')
     a = p.parse_args(args)
-    try: make = _function(a.learner)
-    except (ValueError, OSError, ImportError, AttributeError) as e: p.error(str(e))
-    import fastai_xla.train.trainer # gives Learners `to_tpu`
+    _need_xla()
+    if a.json and not a.json.resolve().parent.is_dir(): p.error(f'There is no folder {a.json.parent} for {a.json.name}')
+    learn = _made_learner(a.learner, p)
     from fastai_xla.patches.learner import xla_callbacks
     from fastai_xla.monitor import XLAStats, train_batches
-    learn,stats = make(),XLAStats()
-    if not hasattr(learn, 'fit'): p.error(f'{a.learner} returned {type(learn).__name__}: it must return a Learner')
+    stats = XLAStats()
     if all(cb.tfm_placement is None for cb in xla_callbacks(learn)): learn.to_tpu(strict=a.strict)
     train_batches(learn, a.batches, stats)
     print(f'\n{stats}')
@@ -122,20 +146,25 @@ def _model(name, img_size, n_classes):
 
 def _mesh(spec):
     from fastai_xla.sharding import make_mesh
-    try: return make_mesh(**{k: int(v) for k,v in (o.split('=') for o in spec.split(','))})
-    except ValueError as e: raise ValueError(f"--mesh {spec!r} must be like fsdp=64 or replica=2,fsdp=8: {e}") from e
+    must,axes = f"--mesh {spec!r} must be like fsdp=64 or replica=2,fsdp=8",re.findall(r'([a-z_]\w*)=(\d+)', spec, re.I)
+    if not axes or spec!=','.join(map('='.join, axes)): raise ValueError(must)
+    sizes = {k: int(v) for k,v in axes}
+    if len(sizes)<len(axes): raise ValueError(f"{must}, and give each axis once")
+    try: return make_mesh(**sizes)
+    except ValueError as e: raise ValueError(f"{must}: {e}") from e
 
 def _plan(args):
     "Print what a training takes"
-    p = argparse.ArgumentParser('fastai-xla plan', description='Memory of each core and time of a step, without a TPU')
+    p = _parser('plan', 'Memory of each core and time of a step, without a TPU', 'fastai-xla plan --model vit_10b --mesh fsdp=64 --batch 1024 --bf16')
     p.add_argument('--model', required=True, help='vit_10b, vit_3b, vit_1b, vit_100m, vit_10m or a name of timm')
     p.add_argument('--mesh', default='fsdp=8', help='sizes of its axes, as in replica=2,fsdp=8 (default: fsdp=8)')
-    p.add_argument('--batch', type=int, required=True, help='samples of a step, on all cores together')
-    p.add_argument('--img_size', type=int, help="pixels, each way (default: the model's)")
-    p.add_argument('--num_classes', type=int, default=1000)
+    p.add_argument('--batch', type=_count, required=True, help='samples of a step, on all cores together')
+    p.add_argument('--img_size', type=_count, help="pixels, each way (default: the model's)")
+    p.add_argument('--num_classes', type=_count, default=1000, help='(default: 1000)')
     p.add_argument('--opt', default='adam', choices=('adam','sgd','none'), help="for the optimizer's state")
-    for o in ('grad_ckpt','scan','bf16'): p.add_argument(f'--{o}', action='store_true')
-    p.add_argument('--mfu', type=float, default=.4, help='part of the peak speed (default: 0.4)')
+    for o in ('grad_ckpt','scan'): p.add_argument(f'--{o}', action='store_true', help='as of `to_tpu_sharded`')
+    p.add_argument('--bf16', action='store_true', help='as by `to_bf16`')
+    p.add_argument('--mfu', type=_part, default=.4, help='part of the peak speed (default: 0.4)')
     a = p.parse_args(args)
     from fastai_xla.monitor.plan import plan_training
     try:
@@ -144,19 +173,56 @@ def _plan(args):
     except ValueError as e: p.error(str(e))
     return 0
 
+# %% ../nbs/99_cli.ipynb #compile
+def _compile(args):
+    "Compile a Learner's steps for a TPU"
+    about = "A Learner's steps through the TPU's own compiler: errors, memory and estimated time, without a TPU"
+    p = _parser('compile', about, 'fastai-xla compile train.py:get_learner --for v5e-8 --form sharded --fsdp 8')
+    p.add_argument('learner', help='file.py:function or module:function; the function returns a Learner')
+    p.add_argument('--for', dest='slice', required=True, help='a TPU slice, such as v5e-8, kaggle or colab')
+    p.add_argument('--form', choices=('tpu','distributed','sharded'), help='(default: as the Learner trains, or what suits the slice)')
+    p.add_argument('--fsdp', type=_count, help='as of `to_tpu_sharded`, with --form sharded')
+    p.add_argument('--fast', action='store_true', help='compile in a fifth of the time, for memory and errors')
+    p.add_argument('--limit', type=_count, default=1800, help='seconds after which it is given up (default: 1800)')
+    a = p.parse_args(args)
+    _need_xla()
+    learn = _made_learner(a.learner, p)
+    from fastai_xla.monitor import CompileError
+    try: report = learn.compile_for(a.slice, a.form, a.fast, a.limit, **({} if a.fsdp is None else dict(fsdp=a.fsdp)))
+    except ValueError as e: p.error(str(e))
+    except (CompileError, TimeoutError, ImportError) as e: sys.exit(f'{type(e).__name__}: {e}')
+    print(report)
+    return int(not report.fits)
+
 # %% ../nbs/99_cli.ipynb #main
+_commands = dict(
+    doctor=(_doctor, 'look at versions, device and environment'),
+    launch=(_launch, 'run a script on every core, as in launch train.py --lr 1e-3'),
+    demo=(_demo, 'train on real handwritten digits'),
+    bench=(_bench, 'what a step of a Learner of yours costs'),
+    plan=(_plan, 'memory and time of a training, without a TPU'),
+    compile=(_compile, "a Learner's steps through the TPU's own compiler, without a TPU"))
+
+def _help():
+    lines = [f'  {k:<8} {what}; {k} --help lists its options' for k,(_,what) in _commands.items()]
+    return '\n'.join(['commands:', *lines, '', 'exit status:', '  0  all is well', '  1  a fault was found, or what was run has failed',
+        '  2  the command or its options are wrong', '', 'three things to do next:', '  fastai-xla doctor                  is this machine all right?',
+        '  fastai-xla demo                    train for a minute, on one core and then on all', '  fastai-xla launch train.py         train on every core'])
+
+def _versions():
+    names = 'torch','torch_xla','fastai'
+    return ', '.join([f'fastai-xla {fastai_xla.__version__}', *[f"{o} {dist_version(o) or 'missing'}" for o in names], f"Python {sys.version.split()[0]}"])
+
 def main(
     args:list=None # Command and its arguments; those of the process by default
 ):
     "The `fastai-xla` command"
     p = argparse.ArgumentParser('fastai-xla', description='Train an unchanged fastai Learner on TPUs, through PyTorch/XLA',
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog='commands:\n  doctor   look at versions, device and environment; exit status 1 when there is a fault\n'
-        '  launch   run a script on every core, as in launch train.py --lr 1e-3\n'
-        '  demo     train on real handwritten digits; demo --help lists its options\n'
-        '  bench    what a step of a Learner of yours costs; bench --help lists its options\n'
-        '  plan     memory and time of a training, without a TPU; plan --help lists its options')
-    p.add_argument('command', choices=('doctor','launch','demo','bench','plan'))
+        formatter_class=argparse.RawDescriptionHelpFormatter, epilog=_help())
+    p.add_argument('--version', action='version', version=_versions())
+    p.add_argument('command', nargs='?', choices=_commands, metavar='command', help='one of those below')
     p.add_argument('args', nargs=argparse.REMAINDER, help='options of the command')
     a = p.parse_args(args)
-    return dict(doctor=_doctor, launch=_launch, demo=_demo, bench=_bench, plan=_plan)[a.command](a.args)
+    if a.command: return _commands[a.command][0](a.args)
+    p.print_help()
+    return 0

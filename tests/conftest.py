@@ -4,6 +4,9 @@ os.environ.setdefault('PJRT_DEVICE', 'CPU')
 os.environ.setdefault('OMP_NUM_THREADS', '1')
 os.environ.setdefault('MPLBACKEND', 'Agg')
 
+from forks import flags
+os.environ['XLA_FLAGS'] = flags(os.environ.get('XLA_FLAGS', ''))
+
 import pytest
 
 @pytest.fixture(autouse=True)

@@ -3,13 +3,24 @@ import os, subprocess, sys, sysconfig
 from pathlib import Path
 from textwrap import dedent
 
-repo = Path(__file__).parent.parent
+from forks import Forked
 
-def run(*args, timeout=900, cwd=None, **env):
-    "Run `python *args` with `env` added to the environment (None removes a variable); returns the CompletedProcess, output as text"
+repo = Path(__file__).parent.parent
+late = {'XLA_FLAGS','CPU_NUM_DEVICES','PJRT_DEVICE','MASTER_PORT','MPLBACKEND','PYTHONPATH'} # what a fork can still be given
+
+def run(*args, timeout=900, cwd=None, cold=None, **env):
+    """Run `python *args` with `env` added to the environment (None removes a variable); returns the CompletedProcess, output as text.
+    A fork of a process that has imported torch_xla and fastai, unless the imports themselves are shown (`cold`, or settings that they read)"""
+    if cold is None: cold = not late.issuperset(env) or env.get('PJRT_DEVICE', 'CPU') is None or str(args[0]).startswith('-') and args[0] not in ('-c','-m')
     env = {**os.environ, 'OMP_NUM_THREADS': '1', 'PJRT_DEVICE': 'CPU', **env}
-    return subprocess.run([sys.executable, *map(str, args)], env={k:v for k,v in env.items() if v is not None},
-                          capture_output=True, text=True, timeout=timeout, cwd=cwd)
+    env,kw = {k:v for k,v in env.items() if v is not None},dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd)
+    args = [*map(str, args)]
+    with subprocess.Popen([sys.executable, *args], env=env, **kw) if cold else Forked(args, env=env, **kw) as p:
+        try: out,err = p.communicate(timeout=timeout)
+        except BaseException:
+            p.kill()
+            raise
+    return subprocess.CompletedProcess(args, p.returncode, out, err)
 
 def run_ok(code, *args, **kwargs):
     "Run `code` (and `args` before -c); returns what it printed, and fails with its stderr when it fails"

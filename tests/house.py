@@ -2,11 +2,13 @@
 
 A room is a notebook and the module that it exports; a chapter is a package of rooms. A module directly in the package is a chapter of its own.
 """
-import ast, builtins, json, os, re, subprocess, sys
+import ast, builtins, json, re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
+
+from fresh import run
 
 MAX = dict(room=200, klass=100, cell=50, line=160, replacements=42)
 SHARE = dict(all=0.85, room=0.5, within=4)
@@ -119,8 +121,7 @@ class House:
     def facts(self):
         "What a fresh process that imports every module finds; `error` if it could not"
         about = dict(lib=self.lib, rooms=[o.name for o in self.rooms], chapters=[*self.chapters], patched=[o.name for o in patched(self)])
-        env = {**os.environ, 'PYTHONPATH': str(self.root), 'PJRT_DEVICE': 'CPU'}
-        res = subprocess.run([sys.executable, '-c', _find_facts, json.dumps(about)], capture_output=True, text=True, cwd=self.root, env=env)
+        res = run('-c', _find_facts, json.dumps(about), cwd=self.root, PYTHONPATH=str(self.root))
         return json.loads(res.stdout.splitlines()[-1]) if not res.returncode else dict(error=res.stderr.strip().splitlines()[-1])
 
 _find_facts = '''

@@ -10,6 +10,16 @@ OPTS = dict(Adam=Adam, SGD=partial(SGD, mom=0.9), AdamW=partial(OptimWrapper, op
 "AdamW has fastai's eps: with torch's 1e-8 a gradient that is zero but for rounding (an attention key's bias) makes a step of pure rounding"
 LRS = dict(Adam=3e-3, SGD=1e-2, AdamW=3e-3)
 
+def start_again():
+    "The device, after every replacement was undone and made again: `undo_patches` and `apply_patches` leave training as it was"
+    from fastai_xla.all import apply_patches, patches_in_force, undo_patches, xla_device
+    before = patches_in_force()
+    undo_patches()
+    assert len(before)>30 and not patches_in_force()
+    apply_patches()
+    assert patches_in_force()==before
+    xla_device()
+
 # ---- data
 
 def images(n=53, sz=40, seed=0):

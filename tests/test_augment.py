@@ -1,7 +1,6 @@
 "Batch transforms on the device: no fallback, no read, one compilation for ten batches of draws, and the CPU's result for the same seed. `python tests/test_augment.py` prints the table"
 import os
 os.environ.setdefault('PJRT_DEVICE', 'CPU')
-os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0') # compiles three times as fast; read when the runtime starts
 import pytest
 from fastai.vision.all import *
 from timm.data.mixup import Mixup as TimmMixup

@@ -118,16 +118,23 @@ def test_losses(loss):
 class Watch(Callback):
     "What a user's callback can read in each batch"
     order = 70
-    def before_fit(self): self.seen,self.kinds = [],set()
+    def before_fit(self): self.seen,self.kinds,self.meters = [],set(),[]
     def after_batch(self):
+        self.meters.append([(m.count, float(m.total)) for m in (self.recorder.metrics if self.training else [self.recorder.loss, *self.recorder.metrics])])
         if not self.training: return self.seen.append((float(self.loss),))
         self.seen.append((float(self.loss), self.smooth_loss.item(), float(self.recorder.losses[-1]), float(self.recorder.smooth_loss.value), self.recorder.lrs[-1]))
+        self.meters.append((self.recorder.smooth_loss.count, float(self.recorder.smooth_loss.val)))
         self.kinds |= {type(self.smooth_loss.item()), len(self.recorder.losses)==self.train_iter}
 
 def test_a_callback_reads_true_losses():
-    plain,tpu,want,got = both(lambda l: (l.fit(2, 1e-2, cbs=(cb := Watch())), cb)[1])
+    def f(learn):
+        learn.recorder.train_metrics = True
+        learn.fit(2, 1e-2, cbs=(cb := Watch()))
+        return cb
+    plain,tpu,want,got = both(f)
     assert len(got.seen)==2*(6+3) and got.kinds=={float,True}
     close(want.seen, got.seen)
+    close(want.meters, got.meters)
     same(plain, tpu)
 
 def test_a_callback_reads_losses_late():

@@ -1,12 +1,13 @@
 """Sharded checkpoints, and training that was killed and goes on. Cases run in groups, each in a fresh process: `python test_checkpoint.py <group>`."""
-import os, signal, subprocess, sys, time
+import os, signal, sys, time
 from functools import partial
 from pathlib import Path
 
 import pytest
+from forks import Forked
 from fresh import packages_without, repo, run, run_ok
 
-FLAGS = dict(XLA_FLAGS='--xla_backend_optimization_level=0', PJRT_DEVICE='CPU', CPU_NUM_DEVICES=None, MPLBACKEND='Agg')
+FLAGS = dict(PJRT_DEVICE='CPU', CPU_NUM_DEVICES=None, MPLBACKEND='Agg')
 every = 3
 
 # ---- in the processes
@@ -53,11 +54,12 @@ def equal(l, a, b, tol=0):
 
 def dying(l, at, how):
     "A callback that calls `how` at batch `at`, of training and validation"
+    batches = iter(range(1, at+1))
     class Dies(l.Callback):
-        order,n = 2000,0
+        order = 2000
+        def __init__(self): self.count = lambda: next(batches, None)
         def after_batch(self):
-            self.n += 1
-            if self.n==at: how()
+            if self.count()==at: how()
     return Dies()
 
 def killed():
@@ -66,10 +68,10 @@ def killed():
 def again(l, place, at, how=killed, exc=KeyboardInterrupt, **kwargs):
     "What comes out when a training dies at batch `at` and runs again; and the checkpoints that it left"
     l.shutil.rmtree('run', ignore_errors=True)
-    with pytest.raises(exc): train(l, place, [l.TPUCheckpoint('run', every=every, **kwargs), dying(l, at, how)])
+    with pytest.raises(exc): train(l, place, [l.TPUCheckpoint('run', **{**dict(every=every), **kwargs}), dying(l, at, how)])
     left = sorted(os.listdir('run')) if Path('run').exists() else []
     l.set_seed(at)
-    return train(l, place, [l.resume_from('run', every=every, **kwargs)]),left
+    return train(l, place, [l.resume_from('run', **{**dict(every=every), **kwargs})]),left
 
 def one():
     "Killed in the first epoch, in validation, after an epoch, and in the last fit, between steps; then by signals"
@@ -83,6 +85,10 @@ def one():
         res,left = again(l, place, at)
         assert left[-1:]==([newest] if newest else [])
         equal(l, plain, res)
+    l.shutil.rmtree('run')
+    for at in (4, 5, 14, 3):
+        with pytest.raises(KeyboardInterrupt): train(l, place, [l.resume_from('run', every=1), dying(l, at, killed)])
+    equal(l, plain, train(l, place, [l.resume_from('run', every=1)])), 'several deaths in a row'
     term = lambda: os.kill(os.getpid(), signal.SIGTERM)
     for at,newest in ((5,'fit00-epoch0000-batch0000006'), (9,'fit00-epoch0000-batch0000008')):
         res,left = again(l, place, at, term, SystemExit)
@@ -92,14 +98,13 @@ def one():
 
 def by_epoch():
     "One each epoch; Ctrl-C in the middle of one; the newest alone is kept"
-    global every
-    l,every = names(),None
+    l = names()
     place = lambda o: o.to_tpu()
     plain = train(l, place)
-    res,left = again(l, place, 25, lambda: os.kill(os.getpid(), signal.SIGINT), keep=1)
+    res,left = again(l, place, 25, lambda: os.kill(os.getpid(), signal.SIGINT), keep=1, every=None)
     assert left==['fit01-epoch0001-batch0000006']
     equal(l, plain, res)
-    res,left = again(l, place, 25, keep=1)
+    res,left = again(l, place, 25, keep=1, every=None)
     assert left==['fit01-epoch0001-batch0000000']
     equal(l, plain, res)
 
@@ -116,6 +121,16 @@ def texts():
     with pytest.raises(KeyboardInterrupt): f([l.TPUCheckpoint('run', every=2), dying(l, n+len(l.text().dls.valid)+3, killed)])
     assert sorted(os.listdir('run'))[-1].startswith('fit00-epoch0001')
     equal(l, plain, f([l.resume_from('run', every=2)]))
+
+def settings():
+    "What the user has written counts as it is now, or is an error"
+    sys.path.insert(0, str(repo/'benchmarks'))
+    import settings
+    want = {'nothing': 'went on', 'learning rate': 'went on, said', 'more epochs': 'went on, said', 'MixUp by another alpha': 'went on, said', 'MixUp dropped': 'went on, said',
+        'optimizer': 'error', 'smaller bs': 'error', 'larger bs': 'error', 'larger bs, strict=False': 'went on, said', "a callback's argument": 'went on, said'}
+    res = {name: (what, said) for name,what,said in settings.table(want)}
+    assert {k: v[0] for k,v in res.items()}==want, res
+    assert 'schedule.lr 0.01 at most -> 0.001 at most' in res['learning rate'][1] and 'use the same data and batch size' in res['larger bs'][1]
 
 def sharded():
     "Killed on four cores, gone on there, and on one"
@@ -174,7 +189,9 @@ def replica(rank, cbs, at):
         l.barrier()
     learn.to_tpu_distributed()
     with learn.no_bar(), learn.no_logging():
+        learn.freeze()
         learn.fit_one_cycle(2, 1e-2)
+        learn.unfreeze()
         learn.fit(1, 1e-3)
     return outcome(l, learn) if rank==0 else None
 
@@ -203,13 +220,14 @@ def script(folder):
 def main(group, *args):
     from tempfile import TemporaryDirectory
     if args: return globals()[group](*args)
-    with TemporaryDirectory() as d:
-        os.chdir(d)
-        globals()[group]()
+    for o in group.split(','):
+        with TemporaryDirectory() as d:
+            os.chdir(d)
+            globals()[o]()
 
 # ---- tests
 
-@pytest.mark.parametrize('group', ['one','by_epoch','texts','sharded','formats','pool','ranks'])
+@pytest.mark.parametrize('group', ['one,by_epoch,texts,settings','sharded,formats','pool,ranks'])
 def test_group(group):
     res = run(__file__, group, **FLAGS)
     assert res.returncode==0, f'exit {res.returncode}\n{res.stdout}\n{res.stderr}'
@@ -220,7 +238,7 @@ def test_killed_from_outside(tmp_path):
     from parity_models import leaves
     folders = [tmp_path/o for o in ('whole','killed')]
     for o in folders: o.mkdir()
-    def start(folder, **env): return subprocess.Popen([sys.executable, __file__, 'script', str(folder)], env={**{k: v for k,v in {**os.environ, **FLAGS, **env}.items() if v is not None}})
+    def start(folder, **env): return Forked([__file__, 'script', folder], env={k: v for k,v in {**os.environ, **FLAGS, **env}.items() if v is not None})
     whole,p = start(folders[0]),start(folders[1], STEPS='21')
     while not (folders[1]/'ready').exists() and p.poll() is None: time.sleep(.1)
     p.kill()
@@ -231,7 +249,7 @@ def test_killed_from_outside(tmp_path):
     assert a.keys()==b.keys() and all((a[k]==b[k]).all() for k in a)
 
 def test_read_without_torch_xla(tmp_path):
-    "by `python -m torch.distributed.checkpoint.format_utils` and plain fastai, and by `load_sharded`"
+    "by torch alone, whose file plain fastai loads, and by `load_sharded`"
     code = """
     import torch
     from fastai.basics import *
@@ -250,15 +268,20 @@ def test_read_without_torch_xla(tmp_path):
     """, cwd=tmp_path, **FLAGS)
     (tmp_path/'packages').mkdir()
     without = dict(PYTHONPATH=packages_without(tmp_path/'packages', 'torch_xla'), **FLAGS)
-    res = run('-S', '-W', 'ignore', '-m', 'torch.distributed.checkpoint.format_utils', 'dcp_to_torch', 'models/m', 'models/c.pth', cwd=tmp_path, **without)
-    assert res.returncode==0, res.stderr
+    run_ok("""
+    import torch, torch.distributed.checkpoint as dcp
+    reader = dcp.HuggingFaceStorageReader('models/m')
+    sd = {k: torch.zeros(m.size, dtype=m.properties.dtype) for k,m in reader.read_metadata().state_dict_metadata.items() if k.startswith('model.')}
+    dcp.load(sd, storage_reader=reader, no_dist=True)
+    torch.save({k.removeprefix('model.'): v for k,v in sd.items()}, 'models/c.pth')
+    """, '-S', '-W', 'ignore', cwd=tmp_path, **without)
     run_ok(code + """
     assert not xla_available()
     want = learn.load('stock')
-    for o in (learner().load('c'), learner().load_sharded('m')):
+    for o,has_opt in ((learner().load('c', with_opt=False), False), (learner().load_sharded('m'), True)):
         for p,q in zip(want.model.parameters(), o.model.parameters()):
             assert torch.equal(p, q)
-            assert want.opt.state[p].keys()==o.opt.state[q].keys() and torch.equal(want.opt.state[p]['sqr_avg'], o.opt.state[q]['sqr_avg'])
+            assert not has_opt or want.opt.state[p].keys()==o.opt.state[q].keys() and torch.equal(want.opt.state[p]['sqr_avg'], o.opt.state[q]['sqr_avg'])
     """, '-S', cwd=tmp_path, **without)
 
 if __name__=='__main__': main(*sys.argv[1:])

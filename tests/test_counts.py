@@ -1,6 +1,4 @@
 "A steady training epoch compiles nothing, reads the device in no batch and falls back nowhere, with recorder, progress bar and metrics on"
-import os
-os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0') # compiles three times as fast; read when the runtime starts
 import gc, math
 import pytest, torch
 from fastai.basics import Callback

@@ -1,13 +1,11 @@
 "Four replicas, each with batch B, train and measure as plain fastai does in one process with batch 4*B. Replicas are threads of this process"
-import os
-os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0') # compiles three times as fast; read when the runtime starts
 from functools import lru_cache, wraps
 import pytest
 from fastai_xla.virtual_cores import run_replicas, use_virtual_cores
 use_virtual_cores(4)
 from synth import *
 from metric_cases import CASES, USER_CASES, Confusion, Scale, metric_learner, metric_values
-import fastai.metrics
+import fastai.metrics, timm.data
 from fastai.tabular.all import TabDataLoader, TabularPandas, Categorify, FillMissing, Normalize, CategoryBlock, tabular_learner
 from fastai.text.all import LMDataLoader, SortedDL, ModelResetter
 
@@ -127,8 +125,8 @@ def with_grads(learn, cb=None, n=2):
     return dict(outcome(learn), stepped=grads.stepped, left=grads.left)
 
 def test_gradient_accumulation():
-    "Every third batch makes a step; gradients are reduced then, and not before"
-    want,got = [f(partial(with_grads, cb=partial(GradientAccumulation, 3*N*B)), net, bs=bs, n=9*N*B) for f,bs in ((on_one, N*B), (on_ranks, B))]
+    "Every third batch makes a step, by a number of samples that is one core's, as the batch size is; gradients are reduced then, and not before"
+    want,got = [f(partial(with_grads, cb=partial(GradientAccumulation, 3*bs)), net, bs=bs, n=9*N*B) for f,bs in ((on_one, N*B), (on_ranks, B))]
     lefts = [o.pop('left') for o in got]
     assert (len(want['stepped']),len(want.pop('left')))==(6,12)
     assert_alike(want, got)
@@ -136,7 +134,8 @@ def test_gradient_accumulation():
 
 def test_gradient_accumulation_of_a_last_step():
     "Samples are counted as in one process where the last step is smaller"
-    parity(partial(fitted, n=3, cb=partial(GradientAccumulation, 2*N*B)), n=50, drop_last=False)
+    want,got = [f(partial(fitted, n=3, cb=partial(GradientAccumulation, 2*bs)), net, bs=bs, n=50, drop_last=False) for f,bs in ((on_one, N*B), (on_ranks, B))]
+    assert_alike(want, got)
 
 def test_gradient_clip():
     "The norm is that of the reduced gradient"
@@ -161,8 +160,9 @@ def test_batchnorm_of_the_global_batch(model):
     assert (want['model']['1.running_mean']).abs().max()>1e-2
 
 def test_batchnorm_of_the_global_batch_evens_out():
-    "sync_bn=True: of 54 samples 52 make full or equal steps"
-    got = on_ranks(fitted, bn_net, dict(sync_bn=True), bs=B, n=54, drop_last=False)
+    "sync_bn=True: of 54 samples 52 make full or equal steps, and that is said"
+    with pytest.warns(UserWarning, match='2 samples of each epoch are left out: with `sync_bn=True`'):
+        got = on_ranks(fitted, bn_net, dict(sync_bn=True), bs=B, n=54, drop_last=False)
     assert len(got[0]['losses'])==8
     assert_alike(got[0], got)
 
@@ -242,6 +242,30 @@ def test_dropout_and_weights():
         assert not any(torch.equal(a[0], b[0]) for b in masks[i+1:])
         assert not torch.equal(a[0], a[1])
     assert (got[0]['model']['0.weight']-other[0]['model']['0.weight']).abs().max()>1e-2
+
+class TimmMix(Callback):
+    run_valid = False
+    def before_batch(self):
+        x,y = timm.data.Mixup(mixup_alpha=.4, cutmix_alpha=1., num_classes=3, mode='elem')(self.x, self.y)
+        self.learn.xb,self.learn.yb = (x,),(y.to(x.device),)
+
+def mix_net(bs, loss_func):
+    ds = [(x.view(1,2,4),y) for x,y in vectors(96)]
+    dls = DataLoaders(TfmdDL(ds, bs=bs, shuffle=True, num_workers=0), TfmdDL(ds[:8], bs=B, num_workers=0))
+    return Learner(dls, nn.Sequential(nn.Flatten(), plain_net()), loss_func=loss_func, path='.', opt_func=SGD)
+
+@pytest.mark.parametrize('cb,loss_func', [(MixUp, CrossEntropyLossFlat()), (TimmMix, nn.CrossEntropyLoss())], ids=['MixUp','timm'])
+def test_mixing_follows_the_seed(cb, loss_func):
+    "Each replica draws from a random state of its own, although all are threads of one process"
+    def once():
+        lams = [[] for _ in range(N)]
+        class Lams(Callback):
+            order,run_valid = 100,False
+            def after_batch(self): lams[rank()].append(self.xb[0].detach().cpu())
+        return on_ranks(partial(fitted, cb=lambda: [cb(), Lams()]), mix_net, bs=B, loss_func=loss_func),lams
+    (got,lams),(again,same_lams) = once(),once()
+    close(lams, same_lams, rtol=0, atol=0)
+    close(got, again, rtol=0, atol=0)
 
 def test_weights_start_from_those_of_the_main_rank():
     "With learning rate 0; also buffers of other types"
@@ -381,11 +405,15 @@ def lm_net(bs, shuffle=False):
     dls = DataLoaders(LMDataLoader(texts[:16], bs=bs, seq_len=8, shuffle=shuffle, num_workers=0), LMDataLoader(texts[16:], bs=B, seq_len=8, num_workers=0))
     return Learner(dls, Memory(), loss_func=CrossEntropyLossFlat(), metrics=[accuracy, Perplexity()], opt_func=partial(SGD, mom=.9), cbs=ModelResetter(), path='.')
 
-def test_language_model(): parity(fitted, lm_net)
+@quiet
+def fitted_twice(learn):
+    learn.fit(2, .1)
+    return fitted(learn, 1)
 
-def test_shuffled_language_model_follows_the_seed():
-    runs = [on_ranks(fitted, lm_net, bs=B, shuffle=True) for _ in range(3)]
-    for got in runs: assert_alike(runs[0][0], got, rtol=0, atol=0)
+@pytest.mark.parametrize('shuffle', [False, True])
+def test_language_model(shuffle):
+    "The streams are those of one process with the rows of all ranks; shuffled, they go on from epoch to epoch and from fit to fit"
+    parity(fitted_twice, lm_net, shuffle=shuffle)
 
 def test_language_model_predictions():
     preds = quiet(lambda o: host(o.get_preds(act=noop)))

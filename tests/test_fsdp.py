@@ -1,6 +1,4 @@
 "`to_tpu_distributed(fsdp=...)`: torch_xla's XlaFullyShardedDataParallel trains as one process does, and the Learner has its own model again afterwards."
-import os
-os.environ['XLA_FLAGS'] = '--xla_backend_optimization_level=0'
 import pytest
 from fastai.basics import *
 from fastai.callback.all import *
@@ -103,7 +101,9 @@ def test_layers_that_are_unfrozen_in_a_fit():
         learn.fit(2, 1e-2, cbs=Thaw())
     equal(f)
 
-def test_clip_and_accumulation(): equal(lambda o: o.fit(1, 1e-2, cbs=[GradientClip(.05), GradientAccumulation(2*N*B)]))
+def test_clip_and_accumulation():
+    "`n_acc` is that of one core, as `bs` is"
+    equal(lambda o: o.fit(1, 1e-2, cbs=[GradientClip(.05), GradientAccumulation(2*N*B//world_size())]))
 
 def test_save_load_and_lr_find():
     "files are written within a fit, and are those of plain fastai"

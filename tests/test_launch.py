@@ -72,7 +72,7 @@ def test_cores_of_the_environment(monkeypatch):
 def test_errors_before_anything_starts():
     before = left()
     for n in (0, -1):
-        with pytest.raises(ValueError, match=f'{n} cores were asked for: ask for at least 1'): tpu_launch(print, n_cores=n)
+        with pytest.raises(ValueError, match='`n_cores` must be a whole number, at least 1, or None. Got '): tpu_launch(print, n_cores=n)
     with pytest.raises(TypeError, match=r"args\[1\]\['file'\] cannot be sent to or from a replica"): tpu_launch(print, 1, dict(a=1, file=open(__file__, 'rb')), n_cores=2)
     assert left() == before
 
@@ -98,7 +98,7 @@ def test_layout_of_tpus(tpu, chips, cores):
     layout = tpu(chips, cores)
     assert layout() == layout(cores) == (cores, chips, {}) and layout(1) == (1, 1, {})
     with pytest.raises(ValueError, match=f'16 cores were asked for, and this TPU has {cores}'): layout(16)
-    with pytest.raises(ValueError, match='0 cores were asked for, and'): layout(0)
+    with pytest.raises(ValueError, match='`n_cores` must be a whole number, at least 1'): layout(0)
 
 def test_subset_of_a_tpu(tpu):
     with pytest.raises(ValueError, match='2 cores were asked for, and this TPU has 4: use n_cores=4, or None'): tpu(4, 4)(2)

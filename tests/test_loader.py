@@ -275,7 +275,7 @@ def test_random_transforms_by_auto():
     assert np.isfinite(learn.recorder.values[-1][0])
     table = learn.tfm_placement
     assert {row[1] for row in table.rows}=={'device'}
-    assert [row[0] for row in table.rows]==[type(t).__name__ for t in learn.dls.train.after_batch.fs]
+    assert [row[0] for row in table.rows]==[type(t).__name__ for t in learn.dls.train.after_batch.fs if type(t).__name__!='ToDevice']
     out = repr(table).splitlines()
     assert out[0].split()==['transform','place','reason','cost'] and len(out)==1+len(table.rows)
     assert all(why and cost for *_,why,cost in table.rows)
@@ -292,7 +292,7 @@ def test_transforms_stay_on_the_host_in_the_dataloaders():
     learn = twin(image_learner, tpu=True, batch_tfms='device', tfms=tfms())
     learn.fit(1)
     norm = [t for t in learn.dls.train.after_batch.fs if isinstance(t, Normalize)][0]
-    assert devices([norm.mean,norm.std])=={'cpu'} and devices(learn.dls.one_batch())=={'cpu'}
+    assert devices([norm.mean,norm.std])=={'cpu'} and devices(learn.dls.one_batch())=={'xla'}
     learn.dls.show_batch(max_n=2)
     plt.close('all')
 
@@ -378,6 +378,18 @@ def test_nothing_outlives_a_fit_that_broke(num_workers, exc, train):
     learn.fit(1)
     assert len(learn.recorder.values)==1
 
+@pytest.mark.parametrize('item', [RandomResizedCrop(8), None], ids=['items_draw','batches_draw'])
+def test_what_follows_lr_find_is_that_of_plain_fastai(item):
+    "That the training diverged is learnt some batches late: what was drawn and shuffled for them does not count"
+    def f(learn):
+        with learn.no_bar(),learn.no_logging(): learn.lr_find(start_lr=1e-2, end_lr=1e6, num_it=60, show_plot=False)
+        n,draws = len(learn.recorder.losses),(random.random(),torch.rand(1).item(),np.random.rand())
+        learn.fit(1, 1e-2)
+        return n,draws
+    plain,tpu,want,got = both(f, image_learner, item_tfms=item, tfms=random_tfms(), opt_func=SGD)
+    assert want==got and want[0]<50
+    same(plain, tpu)
+
 def test_lr_find_leaves_nothing():
     learn = twin(tpu=True, num_workers=2)
     with nothing_left(): learn.lr_find(num_it=10, show_plot=False, stop_div=False)
@@ -402,3 +414,57 @@ def test_every_loader_gives_what_it_gave(mk, wrap):
     want,got = _both_seeds(mk, batches),_both_seeds(mk, partial(batches, f=lambda dl: wrap(dl, DEVICE)))
     assert all(len(o)>1 for o in want)
     close(want, got, rtol=0, atol=1e-6)
+
+# ---- values that plain fastai refuses
+
+def _bad(samples, f, at=37): return [f(*s) if i==at else s for i,s in enumerate(samples)]
+
+def class_learner(y=7, n_val=8, loss_func=None, at=37):
+    return Learner(DataLoaders(TfmdDL(_bad(vectors(48), lambda x,_: (x,tensor(y)), at), bs=8, num_workers=0), TfmdDL(vectors(n_val, seed=1), bs=8, num_workers=0)),
+                   mlp(), loss_func=loss_func or CrossEntropyLossFlat())
+
+def float_learner(): return Learner(dls_of([(x,y.float()) for x,y in vectors(16)], vectors(8)), mlp(), loss_func=CrossEntropyLossFlat())
+
+def own_loss(pred, y): return F.cross_entropy(pred, y)
+
+class TwoEmbeddings(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.us,self.vs,self.lin = nn.Embedding(5, 4),nn.Embedding(9, 4),nn.Linear(4, 3)
+    def forward(self, x):
+        u,v = x[:,0],x[:,1]
+        return self.lin(self.us(u)*self.vs(v))
+
+def embedding_learner(u=5):
+    def ds(n, u): return _bad([(tensor([i%5, i%9]), tensor(i%3)) for i in range(n)], lambda x,y: (tensor([u,1]),y))
+    return Learner(DataLoaders(TfmdDL(ds(48, u), bs=8, num_workers=0), TfmdDL(ds(8, 0), bs=8, num_workers=0)), TwoEmbeddings(), loss_func=CrossEntropyLossFlat())
+
+def mask_learner(v=5):
+    def im(i): return np.full((8,8,3), i%250, dtype=np.uint8)
+    def mask(i): return PILMask.create(np.full((8,8), v if i==13 else i%2, dtype=np.uint8))
+    block = DataBlock((ImageBlock, MaskBlock(codes=['a','b'])), getters=[im, mask], splitter=IndexSplitter(range(16, 20)), batch_tfms=[Flip(), Rotate()])
+    dls = block.dataloaders(range(20), bs=4, num_workers=0, shuffle=False)
+    return Learner(dls, nn.Conv2d(3, 2, 1), loss_func=CrossEntropyLossFlat(axis=1))
+
+REFUSED = dict(class_7=class_learner, first_batch=partial(class_learner, at=1), below_zero=partial(class_learner, y=-1), own_loss=partial(class_learner, loss_func=own_loss),
+    floats=float_learner, index=embedding_learner, mask=mask_learner)
+
+@pytest.mark.parametrize('mk', REFUSED.values(), ids=REFUSED)
+def test_what_plain_fastai_refuses_is_refused(mk):
+    "The same kind of error, with fastai's words and the place"
+    def f(learn):
+        with pytest.raises(Exception) as e, learn.no_bar(), learn.no_logging(): learn.fit(2, 1e-2)
+        return type(e.value),str(e.value)
+    with nothing_left(): _,tpu,(want,text),(got,said) = both(f, mk)
+    assert got is want and text.split(', but')[0].rstrip('.') in said
+    assert want is RuntimeError or re.search(r'sample \d of batch \d has the', said)
+
+def test_values_in_range_are_left_alone():
+    "Also one that the loss ignores, an index of the last row, and a target that a transform makes a class number"
+    class Less(Transform):
+        def encodes(self, o:TensorCategory): return o-4
+    def shifted(): return Learner(dls_of(*[[(x,TensorCategory(y+4)) for x,y in vectors(n)] for n in (16,8)], after_batch=Less()), mlp(), loss_func=CrossEntropyLossFlat())
+    ignores = CrossEntropyLossFlat(ignore_index=7)
+    for mk in (partial(class_learner, loss_func=ignores), partial(embedding_learner, u=4), partial(mask_learner, v=1), shifted):
+        plain,tpu,*_ = both(lambda l: l.fit(1, 1e-2), mk)
+        close(plain.recorder.values, tpu.recorder.values)

@@ -33,7 +33,7 @@ print(len(list(model.parameters())), xla_counts().aliases)
 
 def graph(code, folder):
     "The graph of a step of `code`; number of parameters"
-    out = run_ok(SETUP+code, XLA_FLAGS=f'--xla_dump_to={folder} --xla_dump_hlo_as_text --xla_backend_optimization_level=0')
+    out = run_ok(SETUP+code, XLA_FLAGS=f'--xla_dump_to={folder} --xla_dump_hlo_as_text')
     return training_graph(read_dump(folder)),int(out.split()[-2])
 
 def test_memory_and_donation(tmp_path):

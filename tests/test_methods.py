@@ -69,12 +69,12 @@ def test_detach_before_any_fit():
     for learn in (plain,tpu): learn.fit(1)
     same(plain, tpu)
 
-def test_the_dataloaders_stay_on_the_host():
+def test_the_dataloaders_stay_what_they_are():
     learn = twin(tpu=True)
     device,train,valid = learn.dls.device,learn.dls.train,learn.dls.valid
     learn.fit(1)
     assert learn.dls.train is train and learn.dls.valid is valid and learn.dls.device==device
-    assert devices(learn.dls.one_batch())=={'cpu'} and devices(learn.dls.valid.one_batch())=={'cpu'}
+    assert devices(learn.dls.one_batch())=={'xla'} and devices(learn.dls.valid.one_batch())=={'xla'}
     assert len(learn.dls.train)==6 and len(learn.dls.valid)==3
 
 def test_tpu_ctx():
@@ -410,7 +410,7 @@ def test_learner_is_usable_after_an_exception(cb):
         with nothing_left():
             with pytest.raises(type(cb.exc)) as e: learn.fit(2, 1e-2, cbs=cb)   # `e` holds the frames, as a notebook does
             assert lent(learn)==[]
-        assert devices(learn.dls.one_batch())=={'cpu'}
+        assert devices(learn.dls.one_batch())=={next(learn.model.parameters()).device.type}
         return snapshot(learn), learn.validate(), learn.fit(1, 1e-2), learn.get_preds()
     plain,tpu,want,got = both(f)
     close(want, got)

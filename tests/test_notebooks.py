@@ -25,7 +25,6 @@ def run_cells(*cells, folder):
 @pytest.fixture(autouse=True)
 def environ(monkeypatch):
     monkeypatch.setenv('IN_TEST', '1')  # the cell that exports the notebook does nothing
-    monkeypatch.setenv('XLA_FLAGS', '--xla_backend_optimization_level=0')  # compiles three times as fast
 
 @pytest.mark.parametrize('path', notebooks, ids=[str(o.relative_to(nbs)) for o in notebooks])
 def test_notebook_runs(path, tmp_path):

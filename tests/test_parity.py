@@ -1,12 +1,9 @@
 "Vision Learners train on XLA as they do on the CPU: the same losses, weights, optimizer state, metrics and predictions"
-import os
-os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0') # compiles three times as fast; read when the runtime starts
 import pytest
-from parity_models import LRS, MODELS, OPTS, TOLS, assert_same, leaves, moved, outcome
-from fastai_xla.all import xla_device
+from parity_models import LRS, MODELS, OPTS, TOLS, assert_same, leaves, moved, outcome, start_again
 
 @pytest.fixture(autouse=True, scope='module')
-def started(): xla_device()
+def started(): start_again()
 
 @pytest.mark.parametrize('opt', OPTS)
 @pytest.mark.parametrize('model', ['cnn', 'vit'])

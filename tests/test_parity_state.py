@@ -1,15 +1,14 @@
 "What leaves XLA: saved models, and Learners that go on training on the CPU, equal to those that never were there"
-import os
-os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0') # compiles three times as fast; read when the runtime starts
-import pickle, subprocess, sys
+import pickle
 import pytest
 import numpy as np, torch
 from fastai.basics import Adam, Path
-from parity_models import LRS, MODELS, OPTS, TOL, assert_same, final, leaves, moved, outcome
-from fastai_xla.all import patches_in_force, xla_device
+from fresh import run
+from parity_models import LRS, MODELS, OPTS, TOL, assert_same, final, leaves, moved, outcome, start_again
+from fastai_xla.all import patches_in_force
 
 @pytest.fixture(autouse=True, scope='module')
-def started(): xla_device()
+def started(): start_again()
 
 def quiet_fit(learn, n, lr):
     with learn.no_bar(),learn.no_logging(): learn.fit(n, lr)
@@ -68,7 +67,7 @@ def test_import_changes_nothing_on_cpu(tmp_path):
     "The CPU's side of the parity tests is fastai's own: with fastai_xla imported, and all that it replaces in force, it is equal to the last bit"
     code = "import pickle,sys; from parity_models import *; assert not any(m.startswith('fastai_xla') for m in sys.modules)\n" \
            "pickle.dump({n: outcome(f(Adam), LRS['Adam']) for n,f in MODELS.items()}, open(sys.argv[1], 'wb'))"
-    res = subprocess.run([sys.executable, '-c', code, str(tmp_path/'plain.pkl')], cwd=Path(__file__).parent, capture_output=True, text=True)
+    res = run('-c', code, tmp_path/'plain.pkl', cwd=Path(__file__).parent)
     assert res.returncode==0, res.stderr
     for n,ref in pickle.loads((tmp_path/'plain.pkl').read_bytes()).items():
         assert patches_in_force()

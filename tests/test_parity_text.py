@@ -1,12 +1,9 @@
 "A text classifier trains on XLA as it does on the CPU"
-import os
-os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0') # compiles three times as fast; read when the runtime starts
 import pytest
-from parity_models import LRS, MODELS, OPTS, TOLS, assert_same, leaves, moved, outcome
-from fastai_xla.all import xla_device
+from parity_models import LRS, MODELS, OPTS, TOLS, assert_same, leaves, moved, outcome, start_again
 
 @pytest.fixture(autouse=True, scope='module')
-def started(): xla_device()
+def started(): start_again()
 
 @pytest.mark.parametrize('opt', OPTS)
 @pytest.mark.parametrize('model', ['text'])

@@ -140,7 +140,7 @@ def test_large_tensors_and_arrays_are_shared_and_private(pool):
     assert t.data_ptr()==ptr
 
 def test_no_shared_memory_left(monkeypatch, pool):
-    import fastai_xla.launch.wire as l
+    import fastai_xla.launch.carry as l
     def full(s): raise RuntimeError('No space left on device')
     monkeypatch.setattr(l, '_shared', full)
     with pytest.warns(UserWarning, match='2 MB are copied to each replica.*No space left'):
@@ -259,7 +259,8 @@ def test_uneven_replicas_fail_in_seconds(pool):
     pool.run(pid)
     old,start = pids(pool),time.time()
     with pytest.raises(LaunchError, match='(?s)replica 1, which has returned') as e: pool.run(uneven)
-    assert e.value.rank == 0 and time.time()-start < 5 and not pool.is_open and gone(old, 1)
+    assert e.value.rank == 0 and time.time()-start < 5 and e.value.kept and pids(pool)==old
+    assert [o[0] for o in pool.run(step, 1.)]==[[6.,9.]]*2, 'they can do collectives'
 
 def test_idle_pool_that_was_killed_is_replaced(pool):
     old = pool.run(pid)
@@ -348,7 +349,7 @@ def test_what_was_printed_before_a_failure_is_shown(procs, tmp_path, capsys):
     old,start = pids(procs),time.time()
     with pytest.raises(LaunchError, match='ZeroDivisionError') as e: procs.run(last_words, tmp_path/'said', on_message=lambda *_: time.sleep(.5))
     assert e.value.rank==1 and capsys.readouterr().out.splitlines() == [f'epoch {i}' for i in range(5)]
-    assert time.time()-start<5 and gone(old, 1)
+    assert time.time()-start<20 and gone(old, 1)
 
 def test_one_of_several_processes_dies(procs):
     def die(r):

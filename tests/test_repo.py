@@ -14,7 +14,7 @@ except ImportError: import tomli as tomllib
 
 root = Path(__file__).parent.parent
 sys.path.insert(0, str(root/'tools'))
-import readme, house
+import fresh, readme, house
 from house import House, code, load, src
 
 ini = ConfigParser(delimiters=['='], interpolation=None)
@@ -31,7 +31,7 @@ def run(*args, **kw): return subprocess.run([*map(str, args)], capture_output=Tr
 here = House(root, cfg['lib_path'], cfg['nbs_path'])
 api = here.notebooks
 everything = api + [nbs/'index.ipynb'] + sorted(nbs.glob('tutorials/*.ipynb'))
-def by_hand(): return [Path('__init__.py'), Path('all.py'), *(Path(o)/'__init__.py' for o in here.chapters)]
+def by_hand(): return [Path('__init__.py'), Path('__main__.py'), Path('all.py'), *(Path(o)/'__init__.py' for o in here.chapters)]
 
 # ---- notebooks and modules
 
@@ -240,7 +240,7 @@ def test_all_hides_nothing_of_fastai():
 import fastai.vision.all, fastai.text.all, fastai.tabular.all, fastai.collab, fastai_xla.all as ours
 theirs = {k: v for m in (fastai.vision.all, fastai.text.all, fastai.tabular.all, fastai.collab) for k,v in vars(m).items()}
 print([k for k,v in vars(ours).items() if not k.startswith('_') and k in theirs and theirs[k] is not v])"""
-    res = run(sys.executable, '-c', code, cwd=root)
+    res = fresh.run('-c', code, cwd=root)
     assert res.returncode==0 and res.stdout.splitlines()[-1]=='[]', res.stdout+res.stderr
 
 def test_readme_is_the_rendered_index():

@@ -32,7 +32,7 @@ def test_queries_start_nothing():
 
 def test_import_is_quiet():
     "torch_xla's warning about the default device is not shown; other log lines still are"
-    res = run('-c', 'from fastai_xla.runtime import *; import logging; logging.warning("mine"); print(device_kind())', PJRT_DEVICE=None)
+    res = run('-c', 'from fastai_xla.runtime import *; import logging; logging.warning("mine"); print(device_kind())', PJRT_DEVICE=None, cold=True)
     assert res.returncode == 0 and 'PJRT_DEVICE' not in res.stderr and 'mine' in res.stderr
 
 def test_supported_pairs_are_those_of_the_metadata():
@@ -85,7 +85,7 @@ def test_wrong_pair(tmp_path, wrong):
         print(xla_available(), 'torch_xla' in sys.modules)
         try: xla_device()
         except XLAVersionMismatch as e: print(isinstance(e, XLANotInstalled), e)
-        print([(o.seen, o.remedy) for o in doctor() if not o.ok])''', PYTHONPATH=front(tmp_path)).splitlines()
+        print([(o.seen, o.remedy) for o in doctor() if not o.ok])''', PYTHONPATH=front(tmp_path), cold=True).splitlines()
     torch_v = version('torch')
     line = f"pip install 'torch_xla~={'.'.join(torch_v.split('.')[:2])}.0' elsewhere"
     assert out[0] == 'False False'
@@ -99,7 +99,7 @@ def test_torch_xla_that_fails_on_import(tmp_path):
         from fastai_xla.runtime import *
         for _ in range(2):
             try: require_xla()
-            except XLANotInstalled as e: print(type(e.__cause__).__name__, e)''', PYTHONPATH=front(tmp_path)).splitlines()
+            except XLANotInstalled as e: print(type(e.__cause__).__name__, e)''', PYTHONPATH=front(tmp_path), cold=True).splitlines()
     assert len(out) == 2 and out[0] == out[1] and out[0].startswith('ImportError') and 'undefined symbol: _ZN5torch4lazy' in out[0]
     assert f"pip install --force-reinstall --no-deps torch_xla=={version('torch_xla')}" in out[0]
 
@@ -126,8 +126,14 @@ start_twice = '''
 def test_runtime_does_not_start(tmp_path, kind, cause, remedy):
     "Both calls raise the same error: a second start in one process would abort it"
     lib = packages_without(tmp_path, 'libtpu')
-    out = run_ok(start_twice, '-S', PYTHONPATH=lib, PJRT_DEVICE=kind, TPU_LIBRARY_PATH=None).splitlines()
+    out = run_ok(start_twice, '-S', PYTHONPATH=lib, PJRT_DEVICE=kind, TPU_LIBRARY_PATH=None, PTXLA_TPU_LIBRARY_PATH=None).splitlines()
     assert out[0] == out[1] and out[0].startswith(f'{cause} The XLA runtime did not start (PJRT_DEVICE={kind}). ') and remedy in out[0]
+    assert out[2] == 'False 0'
+
+def test_libtpu_without_a_chip():
+    "Is an error at once: libtpu does not ask for minutes for the metadata of a machine that is none of Google's"
+    out = run_ok(start_twice, PJRT_DEVICE='TPU', timeout=100).splitlines()
+    assert out[0] == out[1] and 'There is no TPU chip on this machine: set PJRT_DEVICE=CPU, and restart Python' in out[0]
     assert out[2] == 'False 0'
 
 def test_libtpu_that_cannot_be_loaded(tmp_path):
@@ -208,11 +214,28 @@ def test_xla_device_under_spmd():
     assert out == 'xla:0 0 1 2'
 
 def test_kaggle_environment_is_mended():
+    "At import; what is set later, before the device starts; doctor has no fault to find"
     out = run_ok('''
         import os
         from fastai_xla.runtime import *
-        print([o.ok for o in doctor() if o.check=='TPU_PROCESS_ADDRESSES'])
+        def left(): return [k in os.environ for k in ('TPU_PROCESS_ADDRESSES', 'CLOUD_TPU_TASK_ID')]
+        print(left(), [(o.ok, o.seen) for o in doctor() if o.check=='TPU_PROCESS_ADDRESSES'])
+        os.environ['TPU_PROCESS_ADDRESSES'] = 'local'
+        print([(o.ok, o.seen) for o in doctor() if o.check=='TPU_PROCESS_ADDRESSES'])
         xla_device()
-        print('TPU_PROCESS_ADDRESSES' in os.environ, 'CLOUD_TPU_TASK_ID' in os.environ)''',
+        print(left())''',
         TPU_PROCESS_ADDRESSES='local', CLOUD_TPU_TASK_ID='0').splitlines()
-    assert out == ['[False]', 'False False']
+    mended = str([(True, 'local, removed before the TPU is used')])
+    assert out == [f'[False, False] {mended}', mended, '[False, False]']
+
+def test_kaggle_environment_in_a_script_of_spawn(tmp_path):
+    "A raw `xmp.spawn` script that imports the package hands a mended environment to its processes"
+    (tmp_path/'train.py').write_text('''
+import os
+import torch_xla.distributed.xla_multiprocessing as xmp
+from fastai_xla.all import *
+def train(index): print(index, [k in os.environ for k in ('TPU_PROCESS_ADDRESSES', 'CLOUD_TPU_TASK_ID')])
+if __name__=='__main__': xmp.spawn(train)
+''')
+    res = run(tmp_path/'train.py', TPU_PROCESS_ADDRESSES='local', CLOUD_TPU_TASK_ID='0', CPU_NUM_DEVICES='1', PYTHONPATH=str(repo))
+    assert res.returncode == 0 and res.stdout.strip() == '0 [False, False]', res.stdout + res.stderr

@@ -3,7 +3,7 @@ import re
 from fresh import repo, run
 
 def test_the_example_runs_as_written(tmp_path):
-    res = run(repo/'examples'/'spawn.py', cwd=tmp_path, timeout=600, XLA_FLAGS='--xla_backend_optimization_level=0')
+    res = run(repo/'examples'/'spawn.py', cwd=tmp_path, timeout=600)
     assert res.returncode==0, res.stderr
     acc,n = re.search(r'accuracy ([\d.]+) on (\d) cores', res.stdout).groups()
     assert float(acc)>.9 and n=='8' and res.stdout.count('train_loss')==1, res.stdout
@@ -49,7 +49,7 @@ if __name__=='__main__':
 def launch(how, tmp_path):
     f = tmp_path/'script.py'
     f.write_text(script.replace('HOW', how))
-    return run(f, cwd=tmp_path, XLA_FLAGS='--xla_backend_optimization_level=0')
+    return run(f, cwd=tmp_path)
 
 def check(res, name, tmp_path):
     assert res.returncode==0, res.stderr

@@ -1,6 +1,4 @@
 "`unet_learner` with metrics that XLA cannot lower: no fallback in training or validation, and the values of plain fastai"
-import os
-os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0') # compiles three times as fast; read when the runtime starts
 import numpy as np
 from torch import nn
 from fastai.vision.all import (ConvLayer, DataBlock, DiceMulti, Flatten, ImageBlock, IndexSplitter, JaccardCoeffMulti, MaskBlock, Normalize,

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from cases import Groups
 
-FLAGS = '--xla_backend_optimization_level=0'
-groups = Groups(__file__, lambda: dict(XLA_FLAGS=FLAGS, PJRT_DEVICE=None, CPU_NUM_DEVICES=None, MPLBACKEND='Agg'), at_once=2)
+groups = Groups(__file__, lambda: dict(CPU_NUM_DEVICES=None, MPLBACKEND='Agg'), at_once=2)
 case = groups.case
 
 # In the processes
@@ -371,7 +370,7 @@ def ops(hlo, name): return [[int(d) for d in dims.split(',') if d] for dims in r
 def dumps():
     "The folder to which this process dumps its programs; with virtual cores asked for first"
     d = Path('dumps').absolute()
-    os.environ['XLA_FLAGS'] = f'{FLAGS} --xla_dump_to={d} --xla_dump_hlo_as_text'
+    os.environ['XLA_FLAGS'] += f' --xla_dump_to={d} --xla_dump_hlo_as_text'
     from fastai_xla.all import use_virtual_cores
     use_virtual_cores(8)
     return d

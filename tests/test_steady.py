@@ -1,6 +1,4 @@
 "In the steady state nothing compiles, however long the schedule, and the optimizer sends one small tensor a step; its steps are fastai's"
-import os
-os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0') # compiles three times as fast; read when the runtime starts
 import fastai.optimizer, pytest
 from synth import *
 from contextlib import contextmanager

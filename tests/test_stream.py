@@ -1,6 +1,4 @@
 "Shards of tar and TFRecord files in an object store and over HTTP, on replicas that are threads of this process: equal numbers of batches, each sample once, order by the seed, errors that say what to do."
-import os
-os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0') # compiles three times as fast; read when the runtime starts
 import re, socket
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 import fsspec, pytest, webdataset

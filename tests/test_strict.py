@@ -1,6 +1,4 @@
 "`to_tpu(strict=True)` lets a steady training pass, raises at what slows a step down, and names the line"
-import os
-os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0') # compiles three times as fast; read when the runtime starts
 import inspect, pytest
 from fresh import run_ok
 from synth import *
@@ -196,5 +194,5 @@ def test_one_program_on_all_cores():
         with learn.no_bar(), learn.no_logging():
             learn.fit_one_cycle(2, 1e-2)
             try: learn.fit(1, cbs=Reads())
-            except NotSteady as e: print(e)""", CPU_NUM_DEVICES='2', XLA_FLAGS='--xla_backend_optimization_level=0')
+            except NotSteady as e: print(e)""", CPU_NUM_DEVICES='2')
     assert 'Batch 2 of training read the device by `item`' in out

@@ -1,6 +1,4 @@
 "fastai's text learners as they are: few graphs, no fallback, no read in a batch, and the results of plain fastai. Texts differ in length"
-import os
-os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0') # compiles three times as fast; read when the runtime starts
 import warnings
 import numpy as np, pytest, torch, torch_xla
 from torch import nn

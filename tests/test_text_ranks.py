@@ -1,6 +1,4 @@
 "Two replicas that train a text classifier have batches of one length in each step"
-import os
-os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0') # compiles three times as fast; read when the runtime starts
 import numpy as np, pytest
 from fastai_xla.virtual_cores import run_replicas, use_virtual_cores
 use_virtual_cores(2)

@@ -12,7 +12,7 @@ from cases import Groups
 from fresh import repo, run
 from house import House, patched
 
-groups = Groups(__file__, lambda: dict(PYTHONPATH=str(repo), PJRT_DEVICE='CPU', CPU_NUM_DEVICES=None, XLA_FLAGS='--xla_backend_optimization_level=0'))
+groups = Groups(__file__, lambda: dict(PYTHONPATH=str(repo), PJRT_DEVICE='CPU', CPU_NUM_DEVICES=None))
 case = groups.case
 seen = SimpleNamespace() # what one case leaves for the next
 house = House(repo)

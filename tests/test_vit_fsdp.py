@@ -1,11 +1,12 @@
 "The large example, small: trained on eight virtual cores, killed, and resumed."
-import os, re, signal, subprocess, sys
+import os, re, signal, subprocess
 import pytest
+from forks import Forked
 from fresh import repo, run
 
 size = '--image_size 28 --embed_dim 64 --num_heads 4 --num_blocks 4 --num_classes 4 --batch_size 16 --num_epochs 3 --warmup_steps 4 --lr 3e-3'.split()
 args = [repo/'examples'/'vit_fsdp.py', '--fake_data', '--fake_samples', 64, '--num_workers', 0, '--ckpt_epoch_interval', 1, '--test_epoch_interval', 1, '--log_step_interval', 4, *size]
-env = dict(PJRT_DEVICE=None, CPU_NUM_DEVICES=None, XLA_FLAGS='--xla_backend_optimization_level=0', PYTHONPATH=str(repo))
+env = dict(PJRT_DEVICE='CPU', CPU_NUM_DEVICES=None, PYTHONPATH=str(repo))
 
 def train(folder, *flags):
     res = run(*args, '--ckpt_dir', folder, *flags, timeout=600, **env)
@@ -15,7 +16,7 @@ def train(folder, *flags):
 def killed_in_epoch_2(folder, *flags):
     "Start a training, and kill it at its first step of epoch 2"
     full = {k: v for k,v in {**os.environ, **env}.items() if v is not None}
-    p = subprocess.Popen([sys.executable, *map(str, args), '--ckpt_dir', str(folder), *flags], env=full, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    p = Forked([*args, '--ckpt_dir', folder, *flags], env=full, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     for line in p.stdout:
         if line.startswith('epoch 2 step'): break
     p.send_signal(signal.SIGKILL)
@@ -50,3 +51,36 @@ def test_an_epoch_without_a_checkpoint(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match='no checkpoint after epoch 2, but fit00-epoch0003-batch0000004, fit00-epoch0007-batch0000004'): go_back(tmp_path, 2, 4)
     go_back(tmp_path, 4, 4)
     assert [o.name for o in tmp_path.iterdir()]==['fit00-epoch0003-batch0000004']
+
+def timed(out): return [float(o) for o in re.findall(r'sec/iter: ([\d.]+)', out)]
+
+def test_torch_xlas_wrapper_and_one_block(tmp_path):
+    "`--flatten_parameters` and `--reshard_after_forward` are the original's; the training is the same"
+    small = '--num_blocks', 2, '--num_epochs', 1, '--fsdp', 2
+    spmd = train(tmp_path/'spmd', *small)
+    for flags in (['--flatten_parameters'], ['--no_reshard_after_forward']):
+        out = train(tmp_path/flags[0], *small, *flags)
+        assert f"by XlaFullyShardedDataParallel({{'{flags[0][2:].removeprefix('no_')}': {not flags[0].startswith('--no')}" in out
+        assert max(abs(a-b) for a,b in zip(epoch(spmd, 1), epoch(out, 1)))<1e-4
+    one = train(tmp_path/'one', '--num_blocks', 1, '--num_epochs', 1)
+    assert 'One block has no neighbour like it' in one and len(epoch(one, 1))==3
+
+def test_sizes_that_cannot_be(tmp_path):
+    for flags,msg in ((('--batch_size', 0), '--batch_size: it must be a whole number, at least 1. Got'), (('--num_blocks', 0), '--num_blocks: it must be'),
+                      (('--num_blocks', 1, '--scan'), '--scan and --mark_step need --num_blocks 2 or more'), (('--scan', '--flatten_parameters'), 'neither --scan'),
+                      (('--batch_size', 128), '--batch_size 128 is larger than the training set of 64 samples')):
+        res = run(*args, '--ckpt_dir', tmp_path, *flags, **env)
+        assert res.returncode and msg in res.stderr and 'Traceback' not in res.stderr, res.stderr
+
+def test_speed_is_that_of_training(monkeypatch):
+    "A second of validation is no part of sec/iter"
+    monkeypatch.syspath_prepend(str(repo/'examples'))
+    from vit_fsdp import LogSteps
+    from fastai.basics import Callback
+    from fastai.test_utils import synth_learner
+    import contextlib, io, time
+    class Slow(Callback):
+        def after_validate(self): time.sleep(1)
+    learn = synth_learner(n_trn=6, cbs=[LogSteps(2, 0), Slow()])
+    with contextlib.redirect_stdout(io.StringIO()) as out, learn.no_bar(), learn.no_logging(): learn.fit(2)
+    assert len(timed(out.getvalue()))==5 and max(timed(out.getvalue()))<.3

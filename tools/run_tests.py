@@ -1,9 +1,13 @@
-"Run each tests/test_*.py by pytest in a process of its own, a few at a time: XLA:CPU keeps every graph it compiles in its process."
-import argparse, os, signal, subprocess, sys, tempfile, time, xml.etree.ElementTree as ET
+"""Run each tests/test_*.py by pytest in a process of its own, a few at a time: XLA:CPU keeps every graph it compiles in its process.
+The longest first, by what `--store` wrote, so that no job is left with a long one at the end."""
+import argparse, json, os, signal, subprocess, sys, tempfile, time, xml.etree.ElementTree as ET
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 root = Path(__file__).parent.parent
+sys.path.insert(0, str(root/'tests'))
+from forks import address, Forked
+seconds = root/'tests'/'seconds.json' # of each file on two quiet cores
 kinds = 'passed', 'failed', 'error', 'skipped'
 
 def counts(report):
@@ -17,8 +21,8 @@ def run(file, out, timeout):
     "Run `file` alone, print its closing line, or everything it said if it failed, and return its counts"
     report, log, start = out/f'{file.stem}.xml', out/f'{file.stem}.log', time.time()
     with log.open('w') as f:
-        cmd = [sys.executable, '-m', 'pytest', '-q', '--durations=3', f'--junitxml={report}', str(file)]
-        p = subprocess.Popen(cmd, cwd=root, stdout=f, stderr=subprocess.STDOUT, start_new_session=True)
+        cmd = ['-m', 'pytest', '-q', '--durations=3', f'--junitxml={report}', str(file)]
+        p = Forked(cmd, cwd=root, stdout=f, stderr=subprocess.STDOUT)
         running.add(p)
         try: code = p.wait(timeout)
         except subprocess.TimeoutExpired: code = f'no end after {timeout} s'
@@ -27,7 +31,7 @@ def run(file, out, timeout):
     if code and not n['failed']+n['error']: n['error'] = 1
     what = ', '.join(f'{v} {k}' for k,v in n.items() if v)
     print(f'{file.name:28} {what} in {time.time()-start:.0f}s' + (f' (exit: {code})\n{text}' if code else ''), flush=True)
-    return n
+    return {**n, 'seconds': round(time.time()-start)}
 
 running = set()
 def end(p):
@@ -41,14 +45,17 @@ def main():
     ap = argparse.ArgumentParser(description=__doc__)
     ap.add_argument('files', nargs='*', type=Path, help='test files (default: all of tests/)')
     ap.add_argument('--jobs', type=int, default=2, help='how many at a time')
+    ap.add_argument('--store', action='store_true', help=f'remember how long each file took, in tests/{seconds.name}')
     ap.add_argument('--timeout', type=int, default=2400, help='seconds for one file')
     a = ap.parse_args()
     files = [o.resolve() for o in a.files] or list((root/'tests').glob('test_*.py'))
-    files.sort(key=lambda o: (o.stem!='test_notebooks', -o.stat().st_size))
+    took = json.loads(seconds.read_text())
+    files.sort(key=lambda o: -took.get(o.stem, 1e9))
     os.environ.setdefault('PJRT_DEVICE', 'CPU')
     os.environ.setdefault('OMP_NUM_THREADS', '1')
     signal.signal(signal.SIGINT, signal.default_int_handler) # ignored in the background of a shell, and then by the tests too
     start = time.time()
+    address()
     print(f'{len(files)} test files, {a.jobs} at a time', flush=True)
     with tempfile.TemporaryDirectory() as out, ThreadPoolExecutor(a.jobs) as pool:
         try: res = list(pool.map(lambda o: run(o, Path(out), a.timeout), files))
@@ -57,6 +64,7 @@ def main():
             for p in list(running): end(p)
             sys.exit('interrupted')
     total = {k: sum(o[k] for o in res) for k in kinds}
+    if a.store: seconds.write_text(json.dumps(took | {f.stem: o['seconds'] for f,o in zip(files, res)}, indent=0, sort_keys=True)+'\n')
     bad = total['failed'] + total['error']
     parts = [f"{total['passed']} passed", f"{total['failed']} failed"] + [f'{total[k]} {k}' for k in kinds[2:] if total[k]]
     print(f"===== {', '.join(parts)} in {time.time()-start:.0f}s =====")

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..runtime.counts import xla_counts
 from ..runtime.device import torch_xla, xla_device, xm
 from ..runtime.table import RowTable
-from ..runtime.transfer import map_tensors, on_cpu, on_xla, send, tensors_of, to_host
+from ..runtime.transfer import map_tensors, on_cpu, on_xla, send, tensors_of, to_host, ToDevice
 from ..patches.augment import adapt_tfm, device_tfms
 
 # %% ../../nbs/21_data.placement.ipynb #version
@@ -108,8 +108,9 @@ class TfmVerdicts:
         mode:str='auto', # 'auto': on the device what is clean there; 'host', 'device': all of them
     ):
         if mode not in self.modes: raise ValueError(f"`batch_tfms` can be one of {self.modes}. Got {mode!r}.")
+        if isinstance(tfms, ToDevice): tfms = tfms.first
         self.mode,self.is_pipe,self.dev = mode,isinstance(tfms, Pipeline),None
-        self.tfms = [t for t in tfms.fs if t.name!='noop'] if self.is_pipe else [] if _is_noop(tfms) else [tfms]
+        self.tfms = [t for t in tfms.fs if t.name!='noop' and not isinstance(t, ToDevice)] if self.is_pipe else [] if _is_noop(tfms) else [tfms]
 
     def _verdict(self, t):
         if self.mode!='auto': return Verdict(self.mode, f"batch_tfms='{self.mode}'")

@@ -16,6 +16,7 @@ from fastai.text.data import TensorText
 from fastcore.all import first
 from torch.nn import functional as F
 from torch.utils.weak import WeakIdKeyDictionary
+from ..runtime.args import check_int
 
 # %% ../../nbs/22_data.shapes.ipynb #pad
 def pad_batch(
@@ -68,6 +69,8 @@ def bucket_lens(
     n:int=3, # Number of lengths wanted
 ):
     "At most `n` lengths, multiples of 8, such that batches of texts sorted by length need the least padding"
+    check_int('bs', bs, at_least=1)
+    check_int('n', n, at_least=1)
     tops = _round(np.sort(np.asarray(lens, int))[::-1][::bs])
     if not len(tops): return [8]
     cands = np.unique(np.quantile(tops[1:] if len(tops)>1 else tops, np.linspace(0, 1, 24), method='higher'))
@@ -80,6 +83,7 @@ def bucket_len(
     lens=(), # Lengths to choose from, in rising order, as by `bucket_lens`
 ):
     "The least of `lens` that is not less than `n`, else the next power of two"
+    check_int('n', n, at_least=0)
     return next((o for o in lens if o>=n), max(8, 1<<int(n-1).bit_length()))
 
 # %% ../../nbs/22_data.shapes.ipynb #pad-text-is-text

@@ -8,7 +8,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/data.shards.html.md"""
 __all__ = ['optional_library', 'Shards', 'ShardReader', 'ShardReaders', 'TarShards']
 
 # %% ../../nbs/27_data.shards.ipynb #imports
-import io
+import io, os
 from bisect import bisect_right
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -17,6 +17,7 @@ from importlib import import_module
 from itertools import islice
 import numpy as np
 from fastai.data.load import SkipItemException
+from ..runtime.args import check_int, check_type
 
 # %% ../../nbs/27_data.shards.ipynb #library
 def optional_library(
@@ -55,7 +56,11 @@ class Shards:
         window:int=1000, # Samples among which the order is shuffled, besides that of the shards; they are kept in memory as they are in the file
         lanes:int=8, # Shards read side by side, or as many as there are worker processes on all cores
     ):
-        self.urls,self.tfms,self.window,self.lanes = _expand(urls),tfms,max(1, window),lanes
+        check_type('tfms', tfms, dict, 'a dict such as dict(jpg=PILImage.create, cls=int)')
+        for k,v in dict(window=window, lanes=lanes).items(): check_int(k, v, at_least=1)
+        check_type('urls', urls, (str, os.PathLike, list, tuple), 'an address, or a list of them')
+        check_type('sizes', sizes, (list, tuple, np.ndarray), 'a list with the number of samples of each shard', none=True)
+        self.urls,self.tfms,self.window,self.lanes = _expand(urls),tfms,window,lanes
         self.sizes = self.count(self.urls) if sizes is None else list(sizes)
         if len(self.sizes)!=len(self.urls): raise ValueError(f"{len(self.sizes)} sizes for {len(self.urls)} shards: give the number of samples of each")
         self.starts = np.cumsum([0,*self.sizes]).tolist()

@@ -58,7 +58,11 @@ class RankShare:
         even:bool=False, # In training, drop samples of the last step until all ranks have as many?
         least:int=2, # Fewest samples of a rank in the last step, unless it has none; 1 if `even`
     ):
-        if train and even: n,least = n-n%world_size,1
+        self.dropped = 0 # samples, for the sake of `even`
+        if train and even:
+            whole = n%(bs*world_size)==0 or drop_last and n>=bs*world_size
+            self.dropped = 0 if whole else n%world_size
+            n,least = n-n%world_size,1
         self.idxs = shard_idxs(n, rank, world_size, bs, drop_last, train, least)
         start,end,whole = _tail(n, rank, world_size, bs, drop_last, least) if train else (0,0,0)
         if whole and start==end: self.idxs = np.append(self.idxs, np.arange(min(n, least)))

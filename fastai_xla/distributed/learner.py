@@ -9,7 +9,7 @@ __all__ = ['attach_replica', 'detach_replica', 'run_remote', 'TPUPoolTrainer']
 
 # %% ../../nbs/68_distributed.learner.ipynb #imports
 import multiprocessing, shutil, tempfile, weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from pathlib import Path
 import torch
@@ -19,15 +19,18 @@ from fastai.callback.progress import CSVLogger, ProgressCallback, ShowGraphCallb
 from fastcore.all import noop, patch
 from ..runtime.device import device_kind, n_cores as n_cores_here, runtime_started, torch_xla, xla_device, xr
 from ..runtime.ranks import is_main, rank, world_size
+from ..runtime.args import check_bool
 from ..patches.learner import XLACallback
 from ..data.placement import TfmPlacement
 from ..train.move import move_learner
-from ..train.state import is_display
+from ..train.state import copy_apart, is_display, model_objects
 from ..train.trainer import drop_batch, remove_trainers, TPUTrainer
 from ..virtual_cores.replicas import replicas_running
+from ..launch.carry import spare
 from ..launch.wire import LaunchInterrupt
 from ..launch.replica import post, this_process
 from ..launch.pool import check_parent, get_pool
+from ..launch.watchdog import tell_where, Watchdog
 from .trainer import GradientReducer, lengthen_lr_find, TPUDistributedTrainer
 from .fsdp_trainer import distributed_trainer
 from .home import pack_home, Shipment, unpack_home
@@ -46,7 +49,7 @@ def attach_replica(
     **kwargs, # As for `distributed_trainer`
 ):
     "Make `learn` one replica of several"
-    if xr.addressable_device_count()>1: learn.loss_func,learn._metrics = deepcopy((learn.loss_func, learn._metrics))
+    if xr.addressable_device_count()>1: learn.loss_func,learn._metrics = copy_apart(learn, (learn.loss_func, learn._metrics))
     trainer = distributed_trainer(**kwargs)
     learn.add_cbs([trainer, GradientReducer(scale_lr)])
     if is_main(): return learn
@@ -83,7 +86,7 @@ def _validate(learn):
     "What `Learner` does between `before_fit` and `after_fit`"
     for cb in learn.cbs.sorted('order'):
         if isinstance(cb, (TPUDistributedTrainer, MixedPrecision)): cb.before_fit()
-    learn._with_events(learn.all_batches, 'validate', CancelValidException)
+    with suppress(CancelFitException): learn._with_events(learn.all_batches, 'validate', CancelValidException)
     learn.tpu_distributed_trainer.after_fit()
 
 def run_remote(
@@ -92,6 +95,8 @@ def run_remote(
 ):
     "One phase of the shipped Learner on this replica; the main rank returns what comes home"
     learn = attach_replica(shipment.unpack(), **shipment.options)
+    spare([*model_objects(learn).values(), *(o for k,o in shipment.known.items() if k[0]!='data')])
+    tell_where(lambda: f"epoch {learn.epoch}, {'training' if learn.training else 'validation'} batch {learn.iter}")
     learn.tfm_placement.remember(shipment.verdicts)
     learn.tpu_distributed_trainer.alike = True
     learn.add_cb(EventTeller(shipment.known, shipment.every) if is_main() else StopOnRequest())
@@ -111,8 +116,9 @@ class TPUPoolTrainer(XLACallback):
     order = TPUTrainer.order
     def __init__(self,
         n_cores:int|None=None, # Number of cores, None for all
+        watchdog:float|None=15., # As for `to_tpu_distributed`
         **options, # For the replicas: those of `to_tpu_distributed`
-    ): self.n_cores,self.options,self._is_away = n_cores,options,False
+    ): self.n_cores,self.watchdog,self.options,self._is_away = n_cores,watchdog,options,False
 
     @property
     def pool(self): return get_pool(self.n_cores)
@@ -140,6 +146,7 @@ class TPUPoolTrainer(XLACallback):
     def _prepare(self):
         "Tell the callbacks that stay here that a fit begins"
         lengthen_lr_find(self.learn, self.pool.n_cores)
+        vars(self.learn).update(epoch=0, train_iter=0, pct_train=0.) # as `TrainEvalCallback` does, which is away
         for cb in self.learn.cbs.sorted('order'):
             if isinstance(cb, Recorder) or is_display(cb): cb('before_fit')
 
@@ -151,7 +158,7 @@ class TPUPoolTrainer(XLACallback):
     def _run(self, shipment, player):
         pool = self.pool
         pool.grace = 60.
-        return pool.run(run_remote, shipment, on_message=player)[0]
+        return pool.run(run_remote, shipment, on_message=player, asks=True, watch=Watchdog(self.watchdog))[0]
 
 # %% ../../nbs/68_distributed.learner.ipynb #to-tpu-distributed
 _in_pool = weakref.WeakSet()
@@ -164,17 +171,20 @@ def to_tpu_distributed(self:Learner,
     sync_bn='stats', # BatchNorm: average the running statistics ('stats'), normalize by the global batch (True), or take the main rank's (False)
     scale_lr:bool=False, # Multiply the learning rate by the number of cores?
     fsdp:bool|dict=False, # Spread parameters, gradients and optimizer state over the cores? True, or options, see `fsdp_options`
+    watchdog:float|None=15., # Minutes without a sign of life after which a call ends with all ranks' stacks; None: no end. See `Watchdog`
 ):
     "Train on every TPU core (or on virtual cores where there is no TPU) from now on"
     options = dict(batch_tfms=batch_tfms, fetch_every=fetch_every, sync_bn=sync_bn, fsdp=fsdp)
     distributed_trainer(**options)
+    check_bool('scale_lr', scale_lr)
+    Watchdog(watchdog)
     options['scale_lr'] = scale_lr
     if _in_replica(): return _attach_here(self, n_cores, **options)
     if not get_pool(n_cores).is_open: check_parent()
     self.remove_cbs(TPUPoolTrainer)
     move_learner(self, 'cpu') # where `deferred_init` left values open, they are made
     _in_pool.add(self)
-    return self.add_cb(TPUPoolTrainer(n_cores, **options))
+    return self.add_cb(TPUPoolTrainer(n_cores, watchdog, **options))
 
 @patch
 def detach_tpu_distributed(self:Learner):

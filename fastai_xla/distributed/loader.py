@@ -15,11 +15,17 @@ from ..runtime.device import xr
 from ..runtime.ranks import from_main, rank, world_size
 from ..runtime.transfer import tensors_of
 from ..data.rng import base_seed, kept_rng, rng_lock, rng_state_after, RNGHandoff, seed_all
-from ..data.source import begin_epoch, copy_dl, in_samples, is_stateful, is_stream, is_torch, order_of, start_iter
+from ..data.source import begin_epoch, copy_dl, in_samples, is_stateful, is_stream, is_torch, order_of, order_state, set_order_state, start_iter
 from ..data.loader import XLADL
 from ..data.share import deal, n_dealt, RankShare, RowShare
 
 # %% ../../nbs/60_distributed.loader.ipynb #agreed
+def _for_all_ranks(dl, world_size):
+    "A loader of the long text of `dl` whose batches have the rows of all ranks, where `dl` is in its order and its draws"
+    with kept_rng(): res = dl.new(bs=dl.bs*world_size)
+    set_order_state(res, order_state(dl))
+    return res
+
 class AgreedDL(XLADL):
     "A loader whose ranks agree on the order of the samples of `dl`, and take their shares"
     def __init__(self, dl, device,
@@ -30,7 +36,7 @@ class AgreedDL(XLADL):
         self.src,self.rank,self.world_size,self.train,self.even = dl,rank(),world_size(),train,even
         self.share = self._todo = self.step_lens = None
         self._owns_state,self.seed,self.sent = self.rank==0 or xr.addressable_device_count()==1,0,0
-        with self._own_draws(): dl = dl.new(bs=dl.bs*self.world_size) if train and is_stateful(dl) else copy_dl(dl)
+        dl = _for_all_ranks(dl, self.world_size) if train and is_stateful(dl) else copy_dl(dl)
         if train and self.world_size>1 and is_stream(dl) and dl.bs: dl.drop_last = True
         super().__init__(dl, device, **kwargs)
         self.bs = None if is_torch(dl) else getattr(self.src, 'bs', getattr(dl, 'batch_size', None))
@@ -49,12 +55,12 @@ class AgreedDL(XLADL):
         "Agree on the order of the samples, and take this rank's share"
         dl = self.dl
         with self._own_draws(): begin_epoch(dl)
-        if isinstance(dl, DataLoader): self.src.rng = dl.rng
         order,bs,self.seed,texts,verdicts = from_main(self._main_order)
         self.placement.remember(verdicts)
         if texts is not None:
             dl.items.idxs[:] = texts
             dl.make_chunks()
+        if isinstance(dl, DataLoader): set_order_state(self.src, order_state(dl))
         if is_torch(dl): self.bs = bs
         self._todo = (None, None) if order is None else self._take_share(np.arange(order) if isinstance(order, int) else order)
 

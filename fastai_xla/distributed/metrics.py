@@ -13,6 +13,7 @@ from fastai.basics import Metric
 from fastai.metrics import AccumMetric, CorpusBLEUMetric, Dice, DiceMulti
 from ..runtime.ranks import gather_objects
 from ..train.meters import DeviceMetric, HostQueue
+from ..runtime.args import check_type
 
 # %% ../../nbs/61_distributed.metrics.ipynb #interleave
 def interleave(
@@ -68,6 +69,7 @@ def sync_metric(
     states=None # What each rank's `m` keeps; exchanged if None
 ):
     "Make `m` what it would be in one process that has seen the batches of all ranks"
+    check_type('m', m, Metric, 'a Metric of fastai')
     kind = _states.get(type(m).accumulate)
     if kind is None:
         raise TypeError(f"sync_metric does not know what {type(m).__name__} keeps: use one of fastai's that keep predictions or sums, such as F1Score or Dice.")

@@ -9,16 +9,20 @@ __all__ = ['count_inputs_quietly', 'lengthen_lr_find', 'sync_running_stats', 'Sh
            'GradientReducer']
 
 # %% ../../nbs/64_distributed.trainer.ipynb #imports
+import warnings
 import torch
 from fastai.basics import Callback, GatherPredsCallback, TfmdDL
 from fastai.callback.training import GradientAccumulation
 from fastcore.all import L
-from ..runtime.device import torch_xla, xm
+from ..runtime.device import torch_xla, xm, xr
 from ..runtime.ranks import broadcast, from_main, is_main, rank, world_size
-from ..data.rng import base_seed, kept_rng
+from ..runtime.transfer import on_xla
+from ..runtime.args import check_bool, check_choice
+from ..patches.augment import draw_by
+from ..data.rng import base_seed, kept_rng, OwnDraws, rng_lock
 from ..models.norms import lend_global_norms, running_stats
-from ..train.meters import DeviceMetric
 from ..train.state import is_display, model_tensors
+from ..train.meters import DeviceMetric
 from ..train.trainer import TPUTrainer
 from .loader import ShardedDL
 from .metrics import loss_weight, share_metrics, share_predictions, Shares
@@ -54,7 +58,7 @@ def sync_running_stats(
 # %% ../../nbs/64_distributed.trainer.ipynb #steps
 class ShareTrainer(TPUTrainer):
     "Run this rank's share of each step, with the loss and the metrics of all ranks"
-    meters = ()
+    meters,alone = (),False
     def _loader(self, dl, pad, **kwargs): return ShardedDL(dl, self.device, train=not pad, pad=pad, **kwargs)
 
     def align(self):
@@ -62,9 +66,11 @@ class ShareTrainer(TPUTrainer):
         if self.dl.ragged_across_ranks or self.dl.step_sizes(self.iter)[1]<(self.dl.bs or 1)*world_size(): self.dl.sync()
 
     def before_batch(self):
-        if not self.training and self.dl.round_robin: self.learn.iter = self.iter*world_size()+rank()
+        super().before_batch()
+        if not self.training and self.dl.round_robin: self.learn.iter,self.learn.n_iter = self.iter*world_size()+rank(),self.dl.n_total
 
     def after_loss(self):
+        super().after_loss()
         if not self.training: return
         w = loss_weight(*self.dl.step_sizes(self.iter), world_size(), getattr(self.loss_func, 'reduction', 'mean'))
         if w==1: return
@@ -72,7 +78,7 @@ class ShareTrainer(TPUTrainer):
         self.learn.loss_grad,self.learn.loss = self.loss_grad*w,self.loss*w
 
     def after_batch(self):
-        if self.training and len(self.yb) and world_size()>1:
+        if self.training and len(self.yb) and world_size()>1 and on_xla(self.loss): # else the batch was cancelled before it had one
             self.align()
             self.learn.loss = xm.all_reduce(xm.REDUCE_SUM, self.loss.detach(), scale=1/world_size())
         super().after_batch()
@@ -97,16 +103,20 @@ class TPUDistributedTrainer(ShareTrainer):
         fetch_every:float=1., # Seconds between two fetches of losses for the progress bar
         sync_bn='stats', # BatchNorm: average the running statistics ('stats'), normalize by the global batch (True), or take the main rank's (False)
     ):
-        if sync_bn not in ('stats',True,False): raise ValueError(f"`sync_bn` can be 'stats', True or False. Got {sync_bn!r}.")
+        check_choice('sync_bn', sync_bn, ('stats', True, False))
         super().__init__(batch_tfms, fetch_every)
         self.queue,self.sync_bn = Shares(fetch_every),sync_bn
 
-    def _seed(self): return from_main(base_seed)+rank()
+    def _seed(self):
+        self.seed = from_main(base_seed)+rank()
+        return self.seed
+
     def _loader(self, dl, even=False, **kwargs): return super()._loader(dl, even=even or self.sync_bn is True, **kwargs)
 
     def before_fit(self):
         count_inputs_quietly(self.dls.train)
         super().before_fit()
+        if xr.addressable_device_count()>1: draw_by((lambda: rng_lock) if is_main() else OwnDraws(self.seed))
         self._start_alike()
         lengthen_lr_find(self.learn, world_size())
         for cb in [] if is_main() else self.learn.cbs.filter(is_display): cb.run = False
@@ -117,6 +127,7 @@ class TPUDistributedTrainer(ShareTrainer):
         super().before_train()
         if len(self.dl)==0:
             raise ValueError(f"The {world_size()} ranks share {len(self.dl.dl)} batches, which cannot be split: a stream must have at least one for each rank.")
+        if is_main() and (n := getattr(self.dl.share, 'dropped', 0)): warnings.warn(_left_out(n))
         if self.sync_bn is True and world_size()>1: lend_global_norms(self.model, self.loans)
 
     def after_train(self):
@@ -127,13 +138,18 @@ class TPUDistributedTrainer(ShareTrainer):
         share_metrics(self.meters)
         share_predictions(self.learn.cbs.filter(lambda o: isinstance(o, GatherPredsCallback)))
 
+def _left_out(n):
+    return (f"{n} sample{'s'*(n>1)} of each epoch are left out: with `sync_bn=True` or `fsdp` all {world_size()} cores run one program, "
+        f"so the last step must have as many samples on each, and is not that of plain fastai. "
+        f"A training set that {world_size()} divides, or `drop_last=True`, loses none.")
+
 # %% ../../nbs/64_distributed.trainer.ipynb #reducer
 class GradientReducer(Callback):
     "Average the gradients of all ranks before a step"
     order,run_valid = GradientAccumulation.order+1,False
     def __init__(self,
         scale_lr:bool=False # Multiply the learning rate of the step by the number of ranks?
-    ): self.scale_lr,self.lrs = scale_lr,None
+    ): self.scale_lr,self.lrs = check_bool('scale_lr', scale_lr),None
 
     def before_step(self):
         self.tpu_distributed_trainer.align()

@@ -19,6 +19,7 @@ from ..runtime.transfer import to_host
 from ..patches.grads import remember_zeros
 from ..models.repeats import repeated_blocks
 from ..train.move import param_slots
+from ..runtime.args import check_type
 
 # %% ../../nbs/62_distributed.units.ipynb #options
 @lru_cache(None)
@@ -35,7 +36,8 @@ def fsdp_options(
     fsdp, # True, or a dict of options
 ):
     "The options of `fsdp` as a dict, None if there is none"
-    if not fsdp: return None
+    check_type('fsdp', fsdp, (bool, dict), 'True, False or a dict of options')
+    if fsdp is False: return None
     res = {} if fsdp is True else dict(fsdp)
     bad = [o for o in res if o not in ('wrap','grad_ckpt',*_known_options())]
     if bad: raise ValueError(f"`fsdp` has the option {bad[0]!r}: it can be True, or a dict with any of wrap, grad_ckpt, {', '.join(_known_options())}.")

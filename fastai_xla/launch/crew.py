@@ -8,33 +8,78 @@ Docs: https://fastai-xla.github.io/fastai_xla/launch.crew.html.md"""
 __all__ = []
 
 # %% ../../nbs/56_launch.crew.ipynb #imports
-import linecache, os, pickle, signal, subprocess, sys, time, weakref
+import io, linecache, os, pickle, signal, subprocess, sys, time, warnings, weakref
 from contextlib import suppress
 from multiprocessing.connection import Pipe, wait
-from .wire import dumps, LaunchError, Run, unpicklable_error
+from fastcore.imports import noop
+from ..runtime.users import settings_now, users_patches
+from ..runtime.values import put_slot, refill, slots
+from .carry import dumps, found, owner_here
+from .wire import Asked, Hold, LaunchError, LaunchInterrupt, Run, StopAt, unpicklable_error
 
 # %% ../../nbs/56_launch.crew.ipynb #pack-run
+def _state():
+    "What the notebook has set and patched in libraries; what cannot be sent of it is left out"
+    def goes(o):
+        try: return bool(dumps(o))
+        except Exception: return False
+    settings = settings_now()
+    settings['fastai'] = {k: v for k,v in settings.get('fastai', {}).items() if goes(v)}
+    return dumps((settings, [o for o in users_patches() if goes(o)]))[0]
+
 def pack_run(
     fn, # Called as `fn(rank, *args)`
-    args:tuple
+    args:tuple,
+    run_id:int=0 # Its number
 ):
     "The `Run` that has a process call `fn(rank, *args)`, and what must live until it has"
     try: call,kept = dumps((fn,args), share=True)
     except Exception as e: raise unpicklable_error(e, fn=fn, args=args) from None
     modules = [o for o in sys.modules if o.split('.')[0] in ('fastai','fastai_xla')]
     sources = {k: v for k,v in linecache.cache.items() if len(v)==4 and not os.path.exists(k)}
-    return Run(os.getcwd(), sys.path, modules, sources, call), kept
+    return Run(os.getcwd(), sys.path, modules, sources, call, run_id, _state()), kept
+
+# %% ../../nbs/56_launch.crew.ipynb #home
+class _HomeUnpickler(pickle.Unpickler):
+    def __init__(self, b, objects):
+        super().__init__(io.BytesIO(b))
+        self.objects = objects
+    def persistent_load(self, k): return self.objects[k]
+
+def _objects(order):
+    "The objects here, by the names that the replica's have"
+    res,ids = {},set()
+    for key,k,types in order:
+        objects = found(slots(owner_here(*key)).get(k), ids)
+        if [type(o).__name__ for o in objects]==types: res.update({(key,k,j): o for j,o in enumerate(objects)})
+    return res
+
+def bring_home(
+    left:tuple # From `Arrival.home`
+):
+    "Have globals, shared variables and attributes of classes here be what they have become on the main rank"
+    order,packed,stays = left
+    objects = _objects(order)
+    try: changed,held = _HomeUnpickler(packed, objects).load()
+    except Exception as e: changed,held,stays = [],{},[*stays, f'what came home ({type(e).__name__}: {e})']
+    for k,v in held.items(): refill(objects[k], v)
+    for key,k,v in changed:
+        owner = owner_here(*key)
+        if slots(owner).get(k, order) is not v: put_slot(owner, k, v)
+    if stays: warnings.warn(f"Changed on the cores, and not here: {', '.join(dict.fromkeys(stays))}. "
+        "What a callback keeps in attributes of its own, and globals that are plain data (lists, dicts, numbers, arrays), come home")
 
 # %% ../../nbs/56_launch.crew.ipynb #start-process
 def _start_process(i, n_procs, n, env):
     "Start process `i` of a pool; returns it and the connection to it"
     here,there = Pipe()
-    code = (f"import sys; sys.path[:],sys.argv = {sys.path!r},{sys.argv!r}; from fastai_xla.launch.replica import _serve; "
-        f"_serve({there.fileno()}, {os.getpid()}, {i}, {n_procs}, {n})")
+    code = (f"import sys; from multiprocessing.connection import Connection; c = Connection({there.fileno()}); "
+        f"sys.path[:],sys.argv = c.recv(); from fastai_xla.launch.replica import _serve; _serve(c, {os.getpid()}, {i}, {n_procs}, {n})")
     env = {'OMP_NUM_THREADS': str(max(1, os.cpu_count()//n)), 'TORCH_WARM_POOL': '0', **os.environ, **env}
     cmd = [sys.executable, *subprocess._args_from_interpreter_flags(), '-c', code]
-    with there:
-        return subprocess.Popen(cmd, env=env, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL, start_new_session=True), here
+    with there: p = subprocess.Popen(cmd, env=env, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
+    with suppress(OSError): here.send((sys.path, sys.argv)) # too long for a command line, perhaps
+    return p,here
 
 def _wait(p, seconds):
     "The exit code of `p`, None if it runs on"
@@ -71,6 +116,53 @@ def _check_ranks(ranks, n):
     if len(set(ranks))==n==len(ranks): return
     raise RuntimeError(f"{n} replicas were to start, but those that did have the ranks {ranks}: the processes do not form one group. "
         "Unset the environment variables that start with TPU_ or PJRT_, other than PJRT_DEVICE, and restart Python")
+
+# %% ../../nbs/56_launch.crew.ipynb #two-phase-stop
+class TwoPhaseStop:
+    "Has the replicas of a run stop at the same count of questions, after the first signal"
+    def __init__(self,
+        signals:list, # Those that came, by `first_signal`
+        run_id:int|None=None, # Number of the run
+        n_procs:int=0, # Number of processes that answer; with none, Ctrl-C ends the call at once
+        tell=noop, # Sends a message to each of them
+        grace:float=60., # Seconds of silence after which the replicas are ended
+        asks:bool=False # Will the replicas ask, if they have not yet?
+    ):
+        self.signals,self.run_id,self.n_procs,self.tell,self.grace,self.asks = signals,run_id,n_procs,tell,grace,asks
+        self.counts,self.begun,self.last = [],False,0
+
+    def check(self):
+        "Begin after the first signal; raise `LaunchInterrupt` when the replicas have been silent for too long"
+        if not self.signals: return
+        if not self.begun: self._begin()
+        elif time.monotonic()-self.last>self.grace: raise LaunchInterrupt
+
+    def _begin(self):
+        self.begun,self.last = True,time.monotonic()
+        self.tell(Hold(self.run_id))
+        self._decide()
+
+    def heard(self, msg):
+        "Any message shows that replicas are alive; an `Asked` is counted"
+        self.last = time.monotonic()
+        if not isinstance(msg, Asked) or msg.run_id!=self.run_id: return
+        self.counts.append(msg.n)
+        self._decide()
+
+    def _decide(self):
+        "When every process has answered, tell them where to stop"
+        if len(self.counts)<self.n_procs: return
+        if not self.asks and not any(self.counts): raise LaunchInterrupt
+        self.tell(StopAt(max(self.counts)+1))
+
+# %% ../../nbs/56_launch.crew.ipynb #deadline
+class Deadline:
+    "What is asked, instead of a `TwoPhaseStop`, where something must end soon"
+    n_procs = 0
+    def __init__(self, run_id, seconds=20.): self.run_id,self.until = run_id,time.monotonic()+seconds
+    def heard(self, msg): pass
+    def check(self):
+        if time.monotonic()>self.until: raise TimeoutError
 
 # %% ../../nbs/56_launch.crew.ipynb #crew
 class Crew:

@@ -8,13 +8,15 @@ Docs: https://fastai-xla.github.io/fastai_xla/launch.replica.html.md"""
 __all__ = ['this_process', 'post', 'stop_requested']
 
 # %% ../../nbs/55_launch.replica.ipynb #imports
-import atexit, gc, importlib, linecache, multiprocessing, os, pickle, queue, signal, sys, threading, time
+import atexit, gc, importlib, linecache, multiprocessing, os, pickle, queue, signal, sys, threading, time, traceback
+from contextlib import suppress
 from functools import partial
-from multiprocessing.connection import Connection
-from ..runtime.device import device_kind, start_error, torch_xla, xla_device, xr
+from ..runtime.device import device_kind, start_error, torch_xla, xla_device, xm, xr
+from ..runtime.users import apply_settings, users_modules
 from ..patches.registry import Loans
 from ..virtual_cores.replicas import lend_fork, run_on_devices
-from .wire import dumps, Asked, Failed, Hello, Hold, loads, Posted, Printed, Result, StopAt, unpicklable_error
+from .carry import arrival, Arrival, dumps, loads
+from .wire import Asked, Failed, Hello, Hold, Idle, Left, Posted, Printed, Result, StopAt, unpicklable_error
 
 # %% ../../nbs/55_launch.replica.ipynb #vote
 class StopVote:
@@ -96,25 +98,50 @@ def stop_requested():
 def _run(call):
     "One replica's part of a run: call the function and send what it returned or raised"
     p,_here.rank = _process,xr.global_ordinal()
+    arrival.now = Arrival(_here.rank==0)
     try:
         fn,args = loads(call)
         res = fn(_here.rank, *args)
         torch_xla.sync()
         try: res = dumps(res)[0]
         except Exception as e: raise unpicklable_error(e, result=res) from None
+        _send_home()
         p.send(Result(_here.rank, res))
     except BaseException as e:
+        _send_home()
         p.send(Failed.of(_here.rank, e))
         raise
+    finally: arrival.now = None
+
+def _send_home():
+    "Tell what the main rank has made of the notebook's globals, once"
+    left,arrival.now.watch = arrival.now.home(),False
+    if left: _process.send(Left(left))
+
+_read = {}
+
+def _forget_edited():
+    "A module of the user whose file was edited since is read again by who imports it"
+    for m in users_modules():
+        with suppress(OSError, TypeError, AttributeError):
+            read = os.stat(m.__file__).st_mtime_ns
+            if _read.setdefault(m.__name__, read)!=read: del sys.modules[m.__name__],_read[m.__name__]
 
 def _take(replicate, run):
     "Do one `Run` on the replicas of this process"
+    _forget_edited()
     os.chdir(run.folder)
     sys.path[:] = run.path
     linecache.cache.update(run.sources)
     for o in run.modules: importlib.import_module(o)
-    replicate(partial(_run, run.call))
+    with Loans() as loans:
+        for o in loads(run.state)[1] if run.state else (): loans.put(*o)
+        if run.state: apply_settings(loads(run.state)[0])
+        replicate(partial(_run, run.call))
+    _forget_edited()
     gc.collect()
+    xm.wait_device_ops()
+    _process.send(Idle(run.run_id))
 
 # %% ../../nbs/55_launch.replica.ipynb #listen
 def _hear(p, parent):
@@ -147,7 +174,14 @@ def _start_replicas(i, n_procs, n):
     try: pjrt.initialize_singleprocess() if n==1 else pjrt.initialize_multiprocess(i, n_procs)
     except Exception as e: raise start_error(e) from e
     xla_device()
-    return run_on_devices if n>1 else lambda f: f()
+    return run_on_devices if n>1 else _alone
+
+def _alone(f):
+    "`f()` on the only replica of this process, which has told of its error itself"
+    try: f()
+    except BaseException as e:
+        traceback.clear_frames(e.__traceback__)
+        torch_xla._XLAC._clear_pending_irs(str(xla_device()))
 
 def _leave():
     "End this process as Python does, but without taking its objects apart one by one"
@@ -156,13 +190,13 @@ def _leave():
     for o in (sys.__stdout__, sys.__stderr__): o.flush()
     os._exit(0)
 
-def _serve(fd, parent, i, n_procs, n):
-    "The life of process `i` of a pool of `n` cores, whose connection is `fd`"
+def _serve(conn, parent, i, n_procs, n):
+    "The life of process `i` of a pool of `n` cores"
     global _process
-    os.set_inheritable(fd, False)
+    os.set_inheritable(conn.fileno(), False)
     multiprocessing.set_start_method('fork', force=True)
     signal.signal(signal.SIGTERM, signal.SIG_IGN) # the parent says when to stop
-    _process = _Process(Connection(fd))
+    _process = _Process(conn)
     _process.rank = i
     sys.stdout,sys.stderr = _Out('stdout'),_Out('stderr')
     threading.Thread(target=_listen, args=(_process, parent), daemon=True).start()

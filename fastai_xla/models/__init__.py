@@ -6,3 +6,4 @@ from .text import *
 from .timm import *
 from .scan import *
 from .blocks import *
+from .ranges import *

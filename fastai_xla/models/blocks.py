@@ -19,6 +19,7 @@ from ..runtime.transfer import on_xla
 from ..patches.registry import Loans
 from .repeats import block_runs, named_tensors
 from .scan import loops_of, NoMarks
+from ..runtime.args import check_bool
 
 # %% ../../nbs/36_models.blocks.ipynb #ckpt
 class _OptimizationBarrier(torch.autograd.Function):
@@ -114,6 +115,7 @@ class BlockRunner(Callback):
         scan:bool=False, # One loop for identical blocks, so that compile time does not grow with depth?
         mark_step:bool=False, # A program for each block, where one program is too large to compile?
     ):
+        for k,v in dict(scan=scan, mark_step=mark_step).items(): check_bool(k, v)
         if scan and mark_step: raise ValueError("`scan` makes one loop of the blocks, which `mark_step` cannot cut: choose one of them.")
         self.scan,self.mark_step,self.marker,self.loans = scan,mark_step,None,Loans()
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from ..runtime.args import check_callable, check_type
 
 # %% ../../nbs/30_models.deferred.ipynb #step
 @dataclass(frozen=True)
@@ -136,6 +137,7 @@ def deferred_init(
     **kwargs, # For `f`
 ):
     "What `f` returns, with parameters and buffers on the meta device, and a tape from which `materialize` makes them"
+    check_callable('f', f)
     tape = _Tape()
     recorder = _Recorder(tape)
     try:
@@ -179,6 +181,8 @@ def materialize(
     place=None, # From name and values of a tensor to what takes its place; None: a copy
 ):
     "Make the parameters and buffers of `model` one by one; returns `{old parameter: new parameter}`"
+    check_type('model', model, nn.Module, 'an `nn.Module`')
+    check_callable('place', place, none=True)
     names,new = {},{}
     for n,t in _named(model): names.setdefault(t, n)
     def made(old, t): return place(names[old], t) if place else t.clone()

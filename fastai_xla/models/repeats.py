@@ -11,6 +11,7 @@ __all__ = ['repeated_blocks', 'named_tensors', 'block_runs', 'settings_that_diff
 import itertools
 from itertools import chain
 from torch import nn
+from ..runtime.args import check_type
 
 # %% ../../nbs/31_models.repeats.ipynb #blocks
 def _is_container(m): return isinstance(m, (nn.Sequential, nn.ModuleList))
@@ -21,6 +22,7 @@ def repeated_blocks(
     model:nn.Module, # May be on the meta device
 ):
     "The modules of `model` that stand in a `Sequential` or a `ModuleList` and have modules of their own"
+    check_type('model', model, nn.Module, 'an `nn.Module`')
     found = [c for m in model.modules() if _is_container(m) for c in m.children() if _is_block(c)]
     return list(dict.fromkeys(found))
 

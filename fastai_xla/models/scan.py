@@ -36,8 +36,14 @@ class ScannedBlocks:
         return _Scan.apply(self, x, *[self._stack([t[n] for t in ts]) for n in self.slots])
 
     def _plain(self, x):
-        for b in self.blocks: x = b(x)
+        for b in self.blocks: x = self._checked(x, b(x))
         return x
+
+    def _checked(self, x, y):
+        "`y`, what a block makes of `x`"
+        if (y.shape,y.dtype)==(x.shape,x.dtype): return y
+        raise ValueError(f"`scan` needs blocks that return what they are given. {type(self.blocks[0]).__name__} makes "
+            f"{tuple(y.shape)}, {y.dtype} of {tuple(x.shape)}, {x.dtype}: train without `scan`.")
 
     def _stack(self, ts):
         res = torch.stack(ts)
@@ -49,11 +55,7 @@ class ScannedBlocks:
     def forward(self, carry, ts):
         "A block of the loop; what it keeps is the block's input"
         x, = carry
-        y = self._block(x, ts)
-        if (y.shape,y.dtype)!=(x.shape,x.dtype):
-            raise ValueError(f"`scan` needs blocks that return what they are given. {type(self.blocks[0]).__name__} makes "
-                f"{tuple(y.shape)}, {y.dtype} of {tuple(x.shape)}, {x.dtype}: train without `scan`.")
-        return [y],[x*1]
+        return [self._checked(x, self._block(x, ts))],[x*1]
 
     def backward(self, carry, saved, needed):
         "A block of the loop back: its gradients from that of its output"

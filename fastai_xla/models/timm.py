@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from ..runtime.transfer import on_xla
 from .deferred import deferred_init
 from .norms import standardize, widen
+from ..runtime.args import check_int, check_type
 
 # %% ../../nbs/34_models.timm.ipynb #friendly
 def _static(m):
@@ -28,7 +29,9 @@ def xla_friendly(
     img_size:int|tuple|None=None, # Size of the images, where the model was made for another and can change
 ):
     "`model`, set so that XLA compiles it once and runs all of it on the device; weights stay, but for a resampled position embedding"
+    check_type('model', model, nn.Module, 'an `nn.Module`')
     if img_size is not None:
+        for o in img_size if isinstance(img_size, (tuple, list)) and img_size else [img_size]: check_int('img_size', o, at_least=1)
         if not hasattr(model, 'set_input_size'):
             raise ValueError(f"{type(model).__name__} has no position embedding to resample for `img_size`: "
                 "leave it out, or give the size to `timm.create_model`.")
@@ -55,6 +58,8 @@ def mean_vit(
     **kwargs, # For timm's `VisionTransformer`: `img_size=224`, `num_classes=1000`, `proj_drop_rate=0.`, ...
 ):
     "A vision transformer that classifies by the mean of its tokens; see `deferred_init`"
+    sizes = dict(embed_dim=embed_dim, num_heads=num_heads, depth=depth, patch_size=patch_size)
+    for k,v in sizes.items(): check_int(k, v, at_least=1)
     return deferred_init(_vit, embed_dim, num_heads, depth, patch_size, **kwargs)
 
 def vit_10m(**kwargs):

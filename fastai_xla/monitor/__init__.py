@@ -1,3 +1,8 @@
 "What it costs."
 from .stats import *
 from .plan import *
+from .hlo import *
+from .libtpu import *
+from .report import *
+from .trace import *
+from .compile import *

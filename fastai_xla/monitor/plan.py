@@ -11,14 +11,20 @@ __all__ = ['TPU_KINDS', 'TPUKind', 'ModelCounts', 'count_model', 'TPUPlan', 'pla
 import math
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 from typing import NamedTuple
 import torch
+from fastcore.all import L
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from ..runtime.table import RowTable, size_text
+from ..patches.registry import Loans
 from ..models.repeats import block_runs
+from ..models.scan import ScannedBlocks
+from ..models.blocks import BlockRunner
 from ..sharding.rules import infer_sharding, TPUMesh
+from ..runtime.args import check_bool, check_choice, check_int, check_number, check_type
 
 # %% ../../nbs/91_monitor.plan.ipynb #kinds
 class TPUKind(NamedTuple):
@@ -57,30 +63,39 @@ class ModelCounts(NamedTuple):
     flops:int # Operations of the forward pass
     input:int # Bytes of the sample
 
+def _blocks_of(model): return [b for _,r in block_runs(model) for b in r]
+
+_n_counted = 2 # samples that are counted together: BatchNorm of a vector refuses to train on one
+
 def count_model(
     model:nn.Module, # On the meta device
     shape:tuple, # Of a sample
     bf16:bool=False, # Under `to_bf16`?
+    blocks=None, # Whose bytes are told apart; None: all that repeat
 ):
     "`ModelCounts` of a sample"
-    c,x,inside = _Counter(model, bf16),torch.empty(1, *shape, device='meta'),{}
+    check_type('model', model, nn.Module, 'an `nn.Module`')
+    c,x,inside = _Counter(model, bf16),torch.empty(_n_counted, *shape, device='meta'),{}
     with FlopCounterMode(display=False) as flops: _,kept = c.kept(lambda: model(x))
-    def counted(old):
-        def forward(*args, **kwargs):
-            res,n = c.kept(lambda: old(*args, **kwargs))
-            inside[old] = sum(c.size(o) for o in args if isinstance(o, torch.Tensor)),n
-            return res
-        return forward
-    blocks = [b for _,r in block_runs(model) for b in r]
-    for b in blocks: b.forward = counted(b.forward)
-    try: model(x)
-    finally:
-        for b in blocks: del b.forward
+    blocks = _blocks_of(model) if blocks is None else blocks
+    with Loans() as loans:
+        for b in blocks: loans.lend(b, 'forward', partial(_counted, c, inside))
+        model(x)
     ins,outs = zip(*inside.values()) if inside else ([0],[0])
-    return ModelCounts(kept, sum(outs), sum(ins), max(outs), flops.get_total_flops(), c.size(x))
+    return ModelCounts(*[o//_n_counted for o in (kept, sum(outs), sum(ins), max(outs), flops.get_total_flops(), c.size(x))])
+
+def _counted(c, inside, block, stock, *args, **kwargs):
+    "What `stock` returns; its bytes go into `inside`"
+    res,n = c.kept(lambda: stock(*args, **kwargs))
+    inside[block] = sum(c.size(o) for o in args if isinstance(o, torch.Tensor)),n
+    return res
 
 # %% ../../nbs/91_monitor.plan.ipynb #plan
 _states = dict(adam=2, sgd=1, none=0)
+
+def _share(batch, mesh):
+    "Samples on each core; too few to be split are on all"
+    return batch if batch<mesh.n_data else -(-batch//mesh.n_data)
 
 @dataclass
 class TPUPlan:
@@ -92,6 +107,8 @@ class TPUPlan:
     nbytes:int # Of the parameters, whole
     flops:int # Operations of a step without what is computed again, as MFU counts them
     mfu:float
+    core_flops:float # Of these, on each core
+    idle:tuple=() # Axes of the mesh that split nothing
 
     @property
     def total(self):
@@ -102,17 +119,18 @@ class TPUPlan:
         kind:str, # One of `TPU_KINDS`
     ):
         "Time of a step"
-        return self.flops/(self.mesh.n*TPU_KINDS[kind].flops*self.mfu)
+        return self.core_flops/(TPU_KINDS[check_choice('kind', kind, tuple(TPU_KINDS))].flops*self.mfu)
 
     def fits(self,
         kind:str, # One of `TPU_KINDS`
     ):
         "Is there memory enough?"
-        return self.total<=TPU_KINDS[kind].memory
+        return self.total<=TPU_KINDS[check_choice('kind', kind, tuple(TPU_KINDS))].memory
 
     def _head(self):
+        idle = [f"The axis {o} splits nothing, its {self.mesh[o]} cores do the same work: name it in a rule, or leave it out" for o in self.idle]
         return [f'{self.n_params:,} parameters, {size_text(self.nbytes)}, on {self.mesh.n} cores ({self.mesh})',
-            f'{self.batch} samples a step, {-(-self.batch//self.mesh.n_data)} on each core; {self.flops:.3g} operations']
+            f'{self.batch} samples a step, {_share(self.batch, self.mesh)} on each core; {self.flops:.3g} operations', *idle]
 
     def _kind(self, k):
         memory = TPU_KINDS[k].memory
@@ -133,23 +151,37 @@ def _on_meta(model):
     "`model`, or a copy without its values"
     return model if all(t.is_meta for t in model.parameters()) else deepcopy(model).to('meta')
 
-def _block_bytes(model, table):
-    "Of the repeated blocks: bytes on each core, and the largest one's, whole"
+def _block_bytes(table, model, blocks):
+    "Of `blocks`: bytes on each core, and the largest one's, whole"
     rows,ids = {o.parameter: o for o in table},{id(p): n for n,p in model.named_parameters()}
-    bs = [[rows[ids[id(p)]] for p in b.parameters()] for _,r in block_runs(model) for b in r]
+    bs = [[rows[ids[id(p)]] for p in b.parameters()] for b in blocks]
     return sum(o.device_nbytes for b in bs for o in b),max((sum(o.nbytes-o.device_nbytes for o in b) for b in bs), default=0)
 
 def _lasting(table, opt):
     "Bytes on each core that stay from step to step, and the gradients"
     return {'parameters': table.device_nbytes, 'gradients': table.device_nbytes, 'optimizer state': _states[opt]*table.device_nbytes}
 
-def _passing(model, table, c, n, grad_ckpt, scan):
+def _passing(model, table, c, n, again, scan):
     "Bytes on each core that a step of `n` samples needs besides, by the counts `c` of one"
-    of_blocks,gathered = _block_bytes(model, table)
-    again = grad_ckpt or scan
+    of_blocks,gathered = _block_bytes(table, model, again if scan else _blocks_of(model))
     kept = c.kept-c.in_blocks+c.inputs if again else c.kept
     res = {'batch': n*c.input, 'kept for the backward pass': n*kept, 'working on a block': n*c.block*(2 if again else 1)+2*gathered}
     return {**res, 'stacked blocks': 2*of_blocks} if scan else res
+
+# %% ../../nbs/91_monitor.plan.ipynb #again
+def _computed_again(model, shape, grad_ckpt, scan):
+    "The blocks of which the backward pass computes all but the input again, after the objections that training has"
+    if not (grad_ckpt or scan): return []
+    plan = BlockRunner(scan).plan(model)
+    if not scan: return [*plan]
+    with Loans() as loans:
+        for seq,f in plan.items(): loans.lend(seq, 'forward', f)
+        model(torch.empty(_n_counted, *shape, device='meta'))
+    return [b for f in plan.values() for o in f.layers if isinstance(o, ScannedBlocks) for b in o.blocks]
+
+def _used_axes(table):
+    "The mesh axes by which parameters are split"
+    return {a for o in table for axes in o.spec for a in L(axes)}
 
 # %% ../../nbs/91_monitor.plan.ipynb #plan-training
 def plan_training(
@@ -165,10 +197,20 @@ def plan_training(
     mfu:float=.4, # Part of the peak speed at which the model's operations are done
 ):
     "What training `model` takes on each core of `mesh`"
-    if opt not in _states: raise ValueError(f"`opt` can be one of {tuple(_states)}. Got {opt!r}.")
-    if batch<1: raise ValueError(f"`batch` counts the samples of all cores, and must be at least 1. Got {batch}.")
-    if not 0<mfu<=1: raise ValueError(f"`mfu` is a part of the peak speed, above 0 and at most 1. Got {mfu}.")
-    model,n = _on_meta(model),-(-batch//mesh.n_data)
-    table,counts = infer_sharding(model, mesh, rules),count_model(model, shape, bf16)
-    memory = {**_lasting(table, opt), **_passing(model, table, counts, n, grad_ckpt, scan)}
-    return TPUPlan(mesh, batch, memory, sum(math.prod(o.shape) for o in table), table.nbytes, 3*counts.flops*batch, mfu)
+    check_type('model', model, nn.Module, 'an `nn.Module`')
+    check_type('mesh', mesh, TPUMesh, 'what `make_mesh` returns')
+    check_int('batch', batch, at_least=1)
+    check_type('shape', shape, (tuple, list, torch.Size), 'the shape of a sample')
+    for o in shape: check_int('shape', o, at_least=1)
+    check_choice('opt', opt, tuple(_states))
+    for k,v in dict(grad_ckpt=grad_ckpt, scan=scan, bf16=bf16).items(): check_bool(k, v)
+    check_number('mfu', mfu, above=0, at_most=1)
+    model,n = _on_meta(model),_share(batch, mesh)
+    table,again = infer_sharding(model, mesh, rules),_computed_again(model, shape, grad_ckpt, scan)
+    counts = count_model(model, shape, bf16, again or None)
+    memory = {**_lasting(table, opt), **_passing(model, table, counts, n, again, scan)}
+    more = {k: v for k,v in mesh.items() if k not in mesh.data_axes and v>1}
+    idle = tuple(k for k in more if k not in _used_axes(table))
+    core_flops = 3*counts.flops*n/math.prod(v for k,v in more.items() if k not in idle)
+    n_params = sum(math.prod(o.shape) for o in table)
+    return TPUPlan(mesh, batch, memory, n_params, table.nbytes, 3*counts.flops*batch, mfu, core_flops, idle)

@@ -13,10 +13,11 @@ from dataclasses import asdict
 from pathlib import Path
 from statistics import mean, median
 from typing import NamedTuple
-from fastai.basics import Callback, CancelFitException
+from fastai.basics import Callback, CancelFitException, Learner
 from fastcore.all import L
 from ..runtime.counts import xla_counts
 from ..runtime.table import RowTable
+from ..runtime.args import check_int, check_path, check_type, wrong_arg
 
 # %% ../../nbs/90_monitor.stats.ipynb #usual
 _times = 'wall','host'
@@ -26,6 +27,8 @@ def usual_step(
     warm:int=2, # First steps, which are left out
 ):
     "The median of the times and the mean of the counts, by name"
+    check_int('warm', warm, at_least=0)
+    check_type('steps', steps, (list, tuple), 'a list of `XLACounts`')
     rows = [asdict(o) for o in steps[warm:]]
     if not rows: raise ValueError(f"{len(steps)} steps, of which the first {warm} are left out: nothing is left. Train for more batches.")
     res = {k: (median if k in _times else mean)(r[k] for r in rows) for k in rows[0] if k!='fallbacks'}
@@ -40,7 +43,7 @@ class XLAStats(Callback):
     order = 100
     def __init__(self,
         warm:int=2, # First steps, which the table leaves out
-    ): self.warm = warm
+    ): self.warm = check_int('warm', warm, at_least=0)
     def before_fit(self): self.steps,self.train,self.valid = [],[],[]
     def before_train(self): self._start = self._last = xla_counts()
     def after_batch(self):
@@ -89,6 +92,8 @@ def train_batches(
     cbs, # Callbacks for the time of it, such as an `XLAStats`
 ):
     "Train for `n` batches at the Learner's own learning rate"
+    check_type('learn', learn, Learner, 'a Learner')
+    check_int('n', n, at_least=1)
     learn.fit(n//len(learn.dls.train)+1, cbs=[*L(cbs), _StopAfter(n)])
 
 # %% ../../nbs/90_monitor.stats.ipynb #dump
@@ -110,7 +115,7 @@ def read_dump(
     folder, # What `--xla_dump_to` named
 ):
     "The graphs in `folder`, in the order of compiling"
-    res = sorted(map(_graph, Path(folder).glob('module_*before_optimizations.txt')))
+    res = sorted(map(_graph, Path(check_path('folder', folder)).glob('module_*before_optimizations.txt')))
     if res: return res
     raise FileNotFoundError(f"{folder} has no graphs: set XLA_FLAGS='--xla_dump_to={folder} --xla_dump_hlo_as_text' before Python starts, "
         "and compile something")
@@ -119,5 +124,6 @@ def training_graph(
     graphs, # What `read_dump` returns
 ):
     "The graph of a usual step: the last that is at least half as large as the largest"
+    if not graphs or not isinstance(graphs, (list, tuple)): raise wrong_arg('graphs', 'a list of what `read_dump` returned', graphs)
     most = max(o.instructions for o in graphs)
     return [o for o in graphs if o.instructions>=most/2][-1]

@@ -8,3 +8,4 @@ from .augment import *
 from .mix import *
 from .spmd import *
 from .text import *
+from .recurrent import *

@@ -8,11 +8,13 @@ Docs: https://fastai-xla.github.io/fastai_xla/patches.learner.html.md"""
 __all__ = ['XLACallback', 'xla_callbacks', 'whole_model', 'shared_path']
 
 # %% ../../nbs/13_patches.learner.ipynb #imports
-import threading
+import sys, threading
 from contextlib import ExitStack, nullcontext
 from functools import partial
-from fastai.basics import Callback, Learner, join_path_file
+import fastai.basics
+from fastai.basics import Callback, DataLoader, Learner, join_path_file
 from fastcore.all import noop
+from ..runtime.transfer import resting, still_fed
 from .registry import replaces
 
 # %% ../../nbs/13_patches.learner.ipynb #callback
@@ -55,9 +57,18 @@ _phases = 'fit','epoch','train','validate'
 @replaces(Learner, '_with_events', 'fastai 2.8', 'no event of a callback can run a whole fit in other processes, or leave out a part of it')
 def _with_events(old, self, f, event_type, ex, final=noop):
     def run(f, cbs):
-        if not cbs: return old(self, f, event_type, ex, final)
+        if not cbs and is_ours: return old(self, f, event_type, ex, final)
+        if not cbs:
+            with resting([*getattr(self.dls, 'loaders', ()), getattr(self, 'dl', None)]): return old(self, f, event_type, ex, final)
         return cbs[-1].run_phase(event_type, f, final, partial(run, cbs=cbs[:-1]))
-    return run(f, xla_callbacks(self).filter(lambda cb: cb.takes(event_type)) if event_type in _phases else [])
+    ours = xla_callbacks(self)
+    is_ours = len(ours)>0 or event_type not in _phases
+    return run(f, ours.filter(lambda cb: cb.takes(event_type)) if event_type in _phases else [])
+
+# %% ../../nbs/13_patches.learner.ipynb #new-dl
+@replaces(DataLoader, 'new', 'fastai 2.8', 'a new loader put the transforms that it shares with the old one on the host, `ToDevice` among them')
+def _new(old, self, *args, **kwargs):
+    with still_fed([self]): return old(self, *args, **kwargs)
 
 # %% ../../nbs/13_patches.learner.ipynb #whole
 def whole_model(learn:Learner):
@@ -95,3 +106,9 @@ def _load(old, self, file, device=None, **kwargs):
 @replaces(Learner, 'export', 'fastai 2.8', 'the file could not be loaded where fastai_xla is not installed')
 def _export(old, self, *args, **kwargs):
     with self.removed_cbs(self.cbs.filter(lambda cb: type(cb).__module__.startswith('fastai_xla'))): return old(self, *args, **kwargs)
+
+# %% ../../nbs/13_patches.learner.ipynb #args
+for _o in (fastai.basics, sys.modules.get('fastai.callback.wandb')):
+    if not hasattr(_o, 'init_args'): continue # fastcore before 2.2.39
+    @replaces(_o, 'init_args', 'fastai 2.8.12 with fastcore 2.2.39', "`WandbCallback` failed for every Learner: `vars()` of a number")
+    def _init_args(old, o): return old(o) if hasattr(o, '__dict__') and not type(o).__module__.startswith('fastai_xla') else {}

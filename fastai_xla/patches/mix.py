@@ -15,7 +15,7 @@ from timm.data.random_erasing import RandomErasing
 from ..runtime.transfer import on_xla, send
 from .registry import replaces
 from .ops import raw
-from .augment import drawn_shape, inside_boxes
+from .augment import drawn_shape, inside_boxes, thread_draws
 
 # %% ../../nbs/16_patches.mix.ipynb #timm-erase
 class _Notes:
@@ -69,7 +69,7 @@ def _mix(mixup, x, lam, cut):
 
 def _mix_some(n_each, old, self, x):
     if not on_xla(x): return old(self, x)
-    return _mix(self, x, *self._params_per_elem(len(x)//n_each))[:,None]
+    with thread_draws(): return _mix(self, x, *self._params_per_elem(len(x)//n_each))[:,None]
 
 for _name,_n_each in (('_mix_elem',1), ('_mix_pair',2)):
     replaces(tmix.Mixup, _name, 'timm 1.0', 'each rectangle was compiled')(partial(_mix_some, _n_each))
@@ -77,5 +77,6 @@ for _name,_n_each in (('_mix_elem',1), ('_mix_pair',2)):
 @replaces(tmix.Mixup, '_mix_batch', 'timm 1.0', 'each rectangle was compiled, and a batch that was not mixed')
 def _mix_batch(old, self, x):
     if not on_xla(x): return old(self, x)
-    lam,cut = self._params_per_batch()
-    return _mix(self, x, np.array([lam]), np.array([cut]))
+    with thread_draws():
+        lam,cut = self._params_per_batch()
+        return _mix(self, x, np.array([lam]), np.array([cut]))

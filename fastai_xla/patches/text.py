@@ -26,8 +26,8 @@ def span_of(
 def _masked_concat_pool(old, output, mask, bptt):
     if not on_xla(output): return old(output, mask, bptt)
     padding = mask[:,:,None]
-    pos,_,last = span_of((~mask).any(0))
-    ends = last - (mask & (pos>last-bptt) & (pos<=last)).sum(1)
+    pos,first,last = span_of((~mask).any(0))
+    ends = last - (mask & (pos>=first) & (pos>last-bptt) & (pos<=last)).sum(1)
     last_out = torch.where((pos==ends[:,None])[:,:,None], output, torch.zeros_like(output)).sum(1)
     avg = output.masked_fill(padding, 0).sum(1) / (~mask).sum(1).to(output.dtype)[:,None]
     return torch.cat([last_out, output.masked_fill(padding, -float('inf')).max(1)[0], avg], 1)

@@ -9,13 +9,16 @@ __all__ = []
 
 # %% ../../nbs/12_patches.travel.ipynb #imports
 import io, sys
+from collections import OrderedDict
 from copy import deepcopy
 from functools import partial, reduce
 from operator import is_
 from types import FunctionType, MethodType
 import cloudpickle, fastai.optimizer, plum, torch
+from fastai.callback import core
 from fastai.basics import Callback, DataLoader, Learner, Metric, Recorder, Transform
 from fastcore.all import L
+from torch.utils.hooks import RemovableHandle
 from ..runtime.transfer import on_xla
 from .registry import Loan, replaces
 from .grads import grad_of
@@ -104,6 +107,19 @@ for _owner in (Learner, Metric, Transform):
 def _cb_getstate(old, self):
     history = self._stateattrs if isinstance(self, Recorder) and getattr(self.learn, 'opt', None) is not None else ()
     return _State({**old(self), **{k: vars(self)[k] for k in history if k in vars(self)}})
+
+# %% ../../nbs/12_patches.travel.ipynb #cancel
+@replaces(cloudpickle.cloudpickle, '_class_reduce', 'fastai 2.8, cloudpickle 3.1',
+    "fastai's Cancel exceptions arrived as other classes, which its loop does not catch")
+def _class_reduce(old, cls):
+    known = issubclass(cls, Exception) and vars(core).get(cls.__name__) is cls
+    return (getattr, (core, cls.__name__)) if known else old(cls)
+
+# %% ../../nbs/12_patches.travel.ipynb #handle
+@replaces(RemovableHandle, '__getstate__', 'torch 2.8-2.9', 'the handle of a hook that was removed was written, and could not be read')
+def _handle_getstate(old, self):
+    hooks,i,*extra = old(self)
+    return hooks, i, *[tuple(OrderedDict() if o is None else o for o in e) for e in extra]
 
 # %% ../../nbs/12_patches.travel.ipynb #loader
 @replaces(DataLoader, '__getstate__', 'fastai 2.8', 'nothing took a Learner in the middle of a fit, because of the iterator over its dataset')

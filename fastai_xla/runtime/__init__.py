@@ -6,3 +6,6 @@ from .transfer import *
 from .table import *
 from .doctor import *
 from .signals import *
+from .args import *
+from .users import *
+from .values import *

@@ -8,13 +8,14 @@ Docs: https://fastai-xla.github.io/fastai_xla/runtime.doctor.html.md"""
 __all__ = ['Check', 'Checkup', 'doctor']
 
 # %% ../../nbs/05_runtime.doctor.ipynb #imports
-import os, sys
+import os, platform, sys
 from dataclasses import dataclass
 from importlib import metadata
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from .device import device_kind, dist_version, _mended, n_cores, _platform_problem
+from .device import _problem, runtime_started, torch_xla, _tpu, xla_available
 from .table import RowTable
-from .device import device_kind, n_cores, runtime_started, torch_xla, xla_available, _problem, _tpu, _version
 
 # %% ../../nbs/05_runtime.doctor.ipynb #checkup
 @dataclass
@@ -37,7 +38,7 @@ def _check_version(
     req:Requirement # One requirement, such as `fastai>=2.8`
 ):
     "Is a version installed that `req` allows?"
-    v,ok = _version(req.name),False
+    v,ok = dist_version(req.name),False
     if v: ok = req.specifier.contains(v, prereleases=True)
     return Check(req.name, v or 'missing', ok, f"pip install '{req.name}{req.specifier}'")
 
@@ -52,13 +53,13 @@ def _check_versions():
 # %% ../../nbs/05_runtime.doctor.ipynb #xla-checks
 def _check_pair():
     "torch and torch_xla: there, and fit for each other"
-    xla = Check('torch_xla', _version('torch_xla') or 'missing', xla_available(), str(_problem or ''))
-    return [Check('torch', _version('torch')), xla]
+    xla = Check('torch_xla', dist_version('torch_xla') or 'missing', xla_available(), str(_problem or ''))
+    return [Check('torch', dist_version('torch')), xla]
 
 def _check_libtpu():
     "The TPU driver, which comes with the extra or with the machine's image"
     found = torch_xla._found_libtpu
-    return Check('libtpu', _version('libtpu') or ('found' if found else 'missing'), found, "pip install 'fastai_xla[tpu]'")
+    return Check('libtpu', dist_version('libtpu') or ('found' if found else 'missing'), found, "pip install 'fastai_xla[tpu]'")
 
 def _check_device():
     "The device that torch_xla would use, or uses"
@@ -71,12 +72,18 @@ def _check_device():
     return [*rows, Check('runtime', 'started' if runtime_started() else 'not started')]
 
 def _check_env():
-    "Environment variables that are known to be set wrongly"
-    v = os.environ.get('TPU_PROCESS_ADDRESSES', 'unset')
-    remedy = "os.environ.pop('TPU_PROCESS_ADDRESSES'); os.environ.pop('CLOUD_TPU_TASK_ID', None)"
-    return [Check('TPU_PROCESS_ADDRESSES', v, v!='local', remedy)]
+    "Environment variables that are known to be set wrongly; those that importing this package has removed are all right"
+    v,remedy = os.environ.get('TPU_PROCESS_ADDRESSES', 'unset'),"restart Python, and import fastai_xla before the TPU is used"
+    late,wrong = v=='local' and runtime_started(),v=='local' or _mended
+    return [Check('TPU_PROCESS_ADDRESSES', 'local, removed before the TPU is used' if wrong and not late else v, not late, remedy)]
+
+def _check_platform(system, machine):
+    "Is torch_xla to be had for this kind of machine?"
+    why = _platform_problem(system, machine)
+    return [Check('platform', f'{system} {machine}', why is None or xla_available(), why)]
 
 # %% ../../nbs/05_runtime.doctor.ipynb #doctor
 def doctor():
     "Look at versions, device and environment; returns a `Checkup`, and starts nothing"
-    return Checkup(_check_versions() + _check_pair() + _check_device() + _check_env())
+    here = platform.system(), platform.machine()
+    return Checkup(_check_platform(*here) + _check_versions() + _check_pair() + _check_device() + _check_env())

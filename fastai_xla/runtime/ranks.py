@@ -53,6 +53,7 @@ def from_main(
     f # Called on the main rank alone
 ):
     "What `f()` returned on the main rank; every rank must call this"
+    if not callable(f): raise TypeError(f"`f` must be a function. Got {f!r}.")
     return gather_objects(f() if is_main() else None)[0]
 
 # %% ../../nbs/01_runtime.ranks.ipynb #barrier

@@ -12,16 +12,17 @@ import warnings
 from contextlib import contextmanager
 from fastai.basics import Learner
 from fastcore.all import patch
+from ..models import norms
 from ..runtime.device import xla_device
 from ..runtime.transfer import tensors_of
+from ..runtime.args import check_bool
 from ..data.loader import XLADL
-from ..models import norms
 from ..models.blocks import BlockRunner
 from ..train.move import learner_modules, move_learner
 from ..train.trainer import remove_trainers, TPUTrainer
-from .rules import infer_sharding, make_mesh, TPUMesh
-from .place import BlockMarker, check_process, materialize_sharded, n_devices_for, opt_tensors, param_specs
-from .place import shard_learner, shard_opt_tensors, start_spmd
+from .rules import as_rules, infer_sharding, make_mesh, TPUMesh
+from .place import BlockMarker, check_process, materialize_sharded, n_devices_for
+from .place import opt_tensors, param_specs, shard_learner, shard_opt_tensors, start_spmd
 
 # %% ../../nbs/72_sharding.trainer.ipynb #loader
 class MeshDL(XLADL):
@@ -59,23 +60,24 @@ class TPUShardedTrainer(TPUTrainer):
         super()._hold()
         self.place()
 
+    def _renew(self): pass # nothing is handed on under SPMD
+
     def _loader(self, dl, **kwargs): return MeshDL(dl, self.device, self.mesh, **kwargs)
 
     def _start(self, pad):
         super()._start(pad)
         self.blocks.attach(self.model)
         self.blocks.specs = self.specs
-        for o in self.learn._grab_cbs(BlockRunner): o.marker = self.blocks
-        if self.runner:
-            self.runner.marker = self.blocks
-            self.runner.start(self.model)
+        for o in [*self.learn._grab_cbs(BlockRunner), *([self.runner] if self.runner else [])]: o.marker = self.blocks
+        if self.runner: self.runner.start(self.model)
         if self.partition_norms: norms.partition_norms(self.loans)
 
-    def before_batch(self): self.blocks.n = next((len(t) for t in tensors_of(list(self.xb)) if t.ndim), 0)
+    def before_batch(self):
+        super().before_batch()
+        self.blocks.n = next((len(t) for t in tensors_of(list(self.xb)) if t.ndim), 0)
 
     def after_step(self):
-        if self.has_state is None: return
-        new = [(p, v) for p,v in opt_tensors(self.opt) if id(p) not in self.has_state]
+        new = [] if self.has_state is None else [(p, v) for p,v in opt_tensors(self.opt) if id(p) not in self.has_state]
         if new: shard_opt_tensors(new, self.mesh, self.specs)
         self.has_state = None
 
@@ -108,6 +110,8 @@ def to_tpu_sharded(self:Learner,
     **axes:int, # Sizes of other mesh axes, for rules to use
 ):
     "Train by one program on every TPU core (or XLA's CPU devices where there is no TPU) from now on"
+    for k,v in dict(grad_ckpt=grad_ckpt, scan=scan, mark_step=mark_step, partition_norms=partition_norms).items(): check_bool(k, v)
+    as_rules(rules)
     check_process()
     sizes = dict(replica=replica, fsdp=fsdp, **axes)
     mesh = make_mesh(n=n_devices_for(sizes), **sizes)
@@ -123,6 +127,8 @@ def to_tpu_sharded(self:Learner,
     move_learner(self, device)
     self.add_cb(cb)
     cb.place()
+    cb.device = device
+    cb.feed()
     return self
 
 def _warn_bs(bs, k):
@@ -149,4 +155,6 @@ def tpu_sharded_ctx(self:Learner,
 @patch(as_prop=True)
 def sharding(self:Learner):
     "How each parameter is spread over the cores, and why"
-    return self.tpu_sharded_trainer.table
+    found = self._grab_cbs(TPUShardedTrainer)
+    if found: return found[0].table
+    raise RuntimeError("This Learner is not spread over cores: call `learn.to_tpu_sharded()` first, or `infer_sharding(learn.model, make_mesh(fsdp=8))`.")

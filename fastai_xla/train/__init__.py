@@ -6,4 +6,6 @@ from .optimizer import *
 from .meters import *
 from .stand_ins import *
 from .strict import *
+from .on_device import *
 from .trainer import *
+from .nan_guard import *

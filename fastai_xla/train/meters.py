@@ -18,6 +18,7 @@ from fastcore.all import detuplify, GetAttr
 from torch.utils._pytree import tree_map_only
 from ..runtime.counts import own_reads
 from ..runtime.transfer import to_host
+from ..runtime.args import check_number
 
 # %% ../../nbs/44_train.meters.ipynb #queue
 class HostQueue:
@@ -26,6 +27,7 @@ class HostQueue:
         every:float=1., # Seconds between two fetches
         max_bytes:int=2**26, # Fetch when more than this waits
     ):
+        check_number('fetch_every', every, at_least=0)
         self.every,self.max_bytes,self.waiting,self.nbytes,self.last = every,max_bytes,[],0,float('-inf')
 
     def add(self,
@@ -78,7 +80,7 @@ def _reads_input(m):
 
 class DeviceMetric(GetAttr):
     "`metric` fed from the device through `queue`"
-    _default = 'metric'
+    _default = '_current'
     def __init__(self, metric:Metric, queue:HostQueue): self.metric,self.queue,self.learn,self.kept = metric,queue,None,[]
     def reset(self):
         self.queue.flush_for_us()
@@ -99,11 +101,15 @@ class DeviceMetric(GetAttr):
     def urgent(self): return not type(self.metric).__module__.startswith('fastai.')
     synced = True
     @property
-    def value(self):
-        self.queue.flush_for_us()
-        return self.metric.value
+    def value(self): return self._current.value
     @property
     def name(self): return self.metric.name
+    def _component_attr_filter(self, k): return super()._component_attr_filter(k) and hasattr(vars(self).get('metric'), k)
+    @property
+    def _current(self):
+        "The metric, fed with all batches up to now"
+        self.queue.flush_for_us()
+        return self.metric
 
 # %% ../../nbs/44_train.meters.ipynb #metric-kinds
 class DeviceAvgLoss(DeviceMetric):

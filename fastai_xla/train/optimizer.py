@@ -19,7 +19,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from ..runtime.device import xr
 from ..runtime.transfer import on_xla, send
 from ..patches.grads import fill_grad
-from .steppers import ParamSpec, stands_for, step_formula, step_program, step_row, stepper_of
+from .steppers import ParamSpec, stands_for, mask_of, step_formula, step_program, step_row, stepper_of
 
 # %% ../../nbs/43_train.optimizer.ipynb #known
 class _Todo(NamedTuple):
@@ -57,11 +57,11 @@ def _fits(work):
     return all(map(_plain, work.hypers)) and all(_usual(o, ps[0].device) for o in work.todo)
 
 # %% ../../nbs/43_train.optimizer.ipynb #numbers
-def _rows(work):
-    "Which row each parameter has, and the rows"
+def _rows(work, lag=0):
+    "Which row each parameter has, and the rows, as if `lag` steps had not been made"
     keys = [(o.group, o.state.get('step', 0)) for o in work.todo]
     idxs = {k: i for i,k in enumerate(dict.fromkeys(keys))}
-    return [idxs[k] for k in keys], [step_row(work.steppers, work.hypers[group], step) for group,step in idxs]
+    return [idxs[k] for k in keys], [step_row(work.steppers, work.hypers[group], max(0, step-lag)) for group,step in idxs]
 
 # %% ../../nbs/43_train.optimizer.ipynb #send
 _sent = WeakKeyDictionary() # of each optimizer: the numbers sent last, and the tensor that they are
@@ -72,6 +72,12 @@ def _send_numbers(opt, rows, dtype, device):
     key = numbers,dtype,device
     if _sent.get(opt, (None,))[0]!=key: _sent[opt] = key, *send([torch.tensor(numbers, dtype=dtype)], device)
     return _sent[opt][1]
+
+# %% ../../nbs/43_train.optimizer.ipynb #mask
+def _send_for(opt, work, mask, dtype, device):
+    "The numbers of the step; of several, for each number of skipped steps, the device picks its own"
+    if mask is None: return _send_numbers(opt, _rows(work)[1], dtype, device)
+    return mask.pick(_send_numbers(opt, [r for lag in mask.lags for r in _rows(work, lag)[1]], dtype, device))
 
 # %% ../../nbs/43_train.optimizer.ipynb #state
 _ahead = WeakKeyDictionary() # zeros that wait to become state, of each optimizer: by parameter and name
@@ -100,9 +106,11 @@ def _spec_of(tensors, row, state, hyper):
     dtypes = tuple(t.dtype for t in tensors.values())
     return ParamSpec(tensors['p'].shape, dtypes, row, bool(state.get('do_wd', True)), bool(hyper.get('beta')), tuple(tensors))
 
-def _write(o, k, t):
+def _write(o, k, t, mask):
     if k=='local_lr': o.state[k] = t
-    else: (o.p if k=='p' else o.p.grad if k=='g' else o.state[k]).copy_(t)
+    else:
+        old = o.p if k=='p' else o.p.grad if k=='g' else o.state[k]
+        old.copy_(t if mask is None else torch.where(mask.ok, t, old))
 
 @torch.no_grad()
 def _apply(opt, work, unwritten=()):
@@ -113,11 +121,12 @@ def _apply(opt, work, unwritten=()):
     specs = tuple(_spec_of(ts, row, o.state, work.hypers[o.group]) for ts,row,o in zip(ins, idxs, work.todo))
     dtype = torch.float64 if any(o.p.dtype is torch.float64 for o in work.todo) else torch.float32
     program = step_program(work.steppers, tuple(rows[0].numbers), len(rows), dtype, specs)
-    numbers = _send_numbers(opt, rows, dtype, work.todo[0].p.device)
+    mask = mask_of(opt)
+    numbers = _send_for(opt, work, mask, dtype, work.todo[0].p.device)
     counts = (fo.step_stat,) in work.steppers
     for o,row,new in zip(work.todo, idxs, program([numbers, *(t for ts in ins for t in ts.values())])):
         for k,t in new.items():
-            if k not in unwritten: _write(o, k, t)
+            if k not in unwritten: _write(o, k, t, mask)
         if counts: o.state['step'] = rows[row].step
 
 def _step_fastai(opt, stock, closure=None):

@@ -16,6 +16,7 @@ from fastai.basics import GatherPredsCallback, Learner, TrainEvalCallback
 from torch.overrides import TorchFunctionMode
 from ..runtime.counts import fallbacks, n_reads, on_read, n_compiles, xla_counts
 from ..runtime.transfer import on_xla, tensors_of
+from ..runtime.args import check_int
 
 # %% ../../nbs/46_train.strict.ipynb #where
 class NotSteady(RuntimeError):
@@ -133,7 +134,9 @@ class StrictSteps(XLACallback):
     order = TrainEvalCallback.order-.5
     def __init__(self,
         warm:int=2, # First steps of each kind, which may do all this
-    ): self.warm,self.live,self.skip,self.watcher = warm,False,False,None
+    ):
+        check_int('warm', warm, at_least=0)
+        self.warm,self.live,self.skip,self.watcher = warm,False,False,None
 
     def before_fit(self): self.n_of,self.calls_of,self.shapes_of = Counter(),{},{True: [], False: []}
 
@@ -164,8 +167,7 @@ class StrictSteps(XLACallback):
     def _mark(self): self.at,self.watcher.calls = xla_counts(),[]
 
     @property
-    def kind(self):
-        return self.training,self.shape,self.stepped,self.stepped and _is_slow_step(self.opt)
+    def kind(self): return self.training,self.shape,self.stepped,self.stepped and _is_slow_step(self.opt)
 
     def after_batch(self):
         kind,calls = self.kind,self.watcher.calls

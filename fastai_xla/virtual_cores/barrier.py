@@ -55,6 +55,10 @@ class _Barrier:
         stuck = {*self.left}.union(*self.open.values())
         if len(stuck)==self.n: return ReplicaError(f"The replicas wait for each other. {'; '.join(map(_by_step, self.open.values()))}")
 
+    def waits(self):
+        "{rank: (what it waits in, for whom)}"
+        with self.cv: return {r: (step, sorted({*group}-{*here})) for group,here in self.open.items() for r,step in here.items()}
+
     def leave(self, rank, why):
         "`rank` will not come any more; `why` follows its name in its peers' errors"
         with self.cv:

@@ -1,0 +1,196 @@
+"""Processes that start at once: forks of one that has imported what tests import from others (nothing of ours) and started nothing.
+
+`python forks.py SOCKET` serves two kinds: `script`, as `python -c`, `python file` and `python -m` start, and `kernel`, as a notebook's.
+Each process is as any other: with an environment, a folder, a session and a `__main__` of its own, it may start the runtime, patch and be killed.
+That is sound while the process that forks has one thread and no device, which it checks. What it does at the end of its standard input: end."""
+import atexit, json, os, runpy, select, shutil, signal, socket, subprocess, sys, tempfile, threading, time
+from pathlib import Path
+from types import ModuleType
+
+repo = Path(__file__).resolve().parent.parent
+quick = '--xla_backend_optimization_level=0' # compiles three times as fast; what is computed is the same
+
+def flags(s, more=quick):
+    "The XLA flags `s`, and those of `more` that they do not set"
+    return ' '.join([s, *(o for o in more.split() if o.split('=')[0] not in s)]).strip()
+
+# ---- the process that forks
+
+def heavy(): import matplotlib.pyplot, pandas, scipy.stats, sklearn.model_selection, torch, torch_xla, torchvision, tqdm.auto
+
+def light(kind):
+    "Import what builds on fastcore and fastprogress, which look at the shell when they are imported"
+    import builtins
+    if kind=='kernel':
+        builtins.get_ipython = type('ZMQInteractiveShell', (), {})
+        import ipykernel.kernelapp
+    else: import pytest
+    import fastai.vision.all, fastai.text.all, fastai.tabular.all, fastai.collab
+    if kind=='kernel':
+        import nbdev.showdoc
+        del builtins.get_ipython
+
+def run(args):
+    "Do what `python *args` does; returns the exit code"
+    sys.argv,sys.path[:] = args,[*filter(None, os.environ.get('PYTHONPATH', '').split(os.pathsep)), *site_path]
+    try:
+        if args[0]=='-m':
+            sys.argv = args[1:]
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(args[1], run_name='__main__', alter_sys=True)
+        else:
+            code,name = (args[1],'<string>') if args[0]=='-c' else (Path(args[0]).read_text(),args[0])
+            sys.argv = ['-c', *args[2:]] if args[0]=='-c' else args
+            sys.path.insert(0, '' if args[0]=='-c' else str(Path(args[0]).resolve().parent))
+            main = sys.modules['__main__'] = ModuleType('__main__')
+            if args[0]!='-c': main.__file__ = name
+            exec(compile(code, name, 'exec'), vars(main))
+    except SystemExit as e:
+        if e.code is None or isinstance(e.code, int): return e.code or 0
+        print(e.code, file=sys.stderr)
+        return 1
+    except BaseException as e:
+        sys.excepthook(type(e), e.with_traceback(e.__traceback__.tb_next), e.__traceback__)
+        return 1
+    return 0
+
+def leave(code):
+    "End as Python does, but without the seconds in which it takes itself apart"
+    try:
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        for o in (sys.stdout, sys.stderr): o.flush()
+    finally: os._exit(code)
+
+def become(fds, args, cwd, env):
+    "Be the process that was asked for"
+    os.setsid()
+    for i,fd in enumerate(fds):
+        os.dup2(fd, i)
+        os.close(fd)
+    os.chdir(cwd)
+    env['XLA_FLAGS'] = flags(env.get('XLA_FLAGS', ''), ours['XLA_FLAGS'])
+    os.environ.clear()
+    os.environ.update({**ours, **env})
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    leave(run(args))
+
+def ask(conn):
+    "What the other side wants: files for 0, 1 and 2, arguments, folder, environment"
+    _,fds,*_ = socket.recv_fds(conn, 1, 3)
+    with conn.makefile('r') as f: return fds,json.loads(f.readline())
+
+def serve(listener):
+    "Fork what is asked for, kill what nobody waits for any more, tell the others how theirs has ended"
+    running = {} # pidfd: (connection, pid)
+    while True:
+        ready = select.select([listener, 0, *running, *(o for o,_ in running.values())], [], [])[0]
+        if 0 in ready:
+            for _,pid in running.values():
+                os.killpg(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            return
+        if listener in ready:
+            conn,_ = listener.accept()
+            fds,request = ask(conn)
+            assert len(os.listdir('/proc/self/task'))==1, 'what is imported here has started a thread'
+            pid = os.fork()
+            if not pid:
+                for o in (listener, conn, *(o for o,_ in running.values())): o.close()
+                for o in running: os.close(o)
+                become(fds, *request)
+            for o in fds: os.close(o)
+            conn.sendall(b'%d\n' % pid)
+            running[os.pidfd_open(pid)] = conn,pid
+        for fd,(conn,pid) in [*running.items()]:
+            if fd in ready:
+                _,status = os.waitpid(pid, 0)
+                try: conn.sendall(b'%d\n' % status)
+                except OSError: pass
+                conn.close()
+                os.close(fd)
+                del running[fd]
+            elif conn in ready: os.killpg(pid, signal.SIGKILL)
+
+def main(path):
+    global ours, site_path
+    listeners = {}
+    for kind in ('script','kernel'):
+        listeners[kind] = socket.socket(socket.AF_UNIX)
+        listeners[kind].bind(f'{path}.{kind}')
+        listeners[kind].listen(128)
+    site_path = [o for o in sys.path[1:] if o not in os.environ.get('PYTHONPATH', '').split(os.pathsep)]
+    before = dict(os.environ)
+    heavy()
+    other = os.fork()
+    kind = 'script' if other else 'kernel'
+    light(kind)
+    ours = {k: v for k,v in os.environ.items() if before.get(k)!=v or k=='XLA_FLAGS'}
+    for k,o in listeners.items():
+        if k!=kind: o.close()
+    serve(listeners[kind])
+    if other:
+        os.waitpid(other, 0)
+        shutil.rmtree(Path(path).parent, ignore_errors=True)
+    os._exit(0)
+
+# ---- on the side of the tests
+
+_lock = threading.Lock()
+
+def address():
+    "The socket of the process that forks; the first that asks starts it for all that it starts itself"
+    with _lock:
+        if 'FORKS' not in os.environ: os.environ['FORKS'] = start()
+    return os.environ['FORKS']
+
+def start():
+    "Start the process that forks; it ends with this one"
+    path = f'{tempfile.mkdtemp()}/forks'
+    env = {**os.environ, 'PJRT_DEVICE': 'CPU', 'OMP_NUM_THREADS': '1', 'MPLBACKEND': 'Agg', 'XLA_FLAGS': flags(os.environ.get('XLA_FLAGS', ''))}
+    p = subprocess.Popen([sys.executable, __file__, path], stdin=subprocess.PIPE, env=env, cwd=repo, start_new_session=True)
+    atexit.register(stop, p, os.getpid())
+    while not os.path.exists(f'{path}.kernel'): time.sleep(.01)
+    return path
+
+def stop(p, owner):
+    "End the process that forks, and all that it has forked"
+    if os.getpid()!=owner: return
+    p.stdin.close()
+    p.wait()
+
+class Forked(subprocess.Popen):
+    "A `Popen` of `python *args` whose process is a fork"
+    kind = 'script'
+    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
+            p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *rest):
+        assert not pass_fds and not preexec_fn
+        fds = [i if o==-1 else o for i,o in enumerate((p2cread, c2pwrite, errwrite))]
+        self._conn = socket.socket(socket.AF_UNIX)
+        while True:
+            try: self._conn.connect(f'{address()}.{self.kind}')
+            except ConnectionRefusedError: time.sleep(.01)
+            else: break
+        socket.send_fds(self._conn, [b'x'], fds)
+        request = [[str(o) for o in args], str(cwd or os.getcwd()), dict(os.environ if env is None else env)]
+        self._conn.sendall(json.dumps(request).encode()+b'\n')
+        self._answers = self._conn.makefile('r')
+        self.pid = int(self._answers.readline() or -1)
+        if self.pid<0: raise RuntimeError('The process that forks others has ended')
+        self._child_created = True
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+
+    def _try_wait(self, flags):
+        if flags & os.WNOHANG and not select.select([self._conn], [], [], 0)[0]: return 0,0
+        return self.pid,int(self._answers.readline() or signal.SIGKILL)
+
+    def _internal_poll(self, _deadstate=None, **kwargs):
+        if self.returncode is None and self._waitpid_lock.acquire(False):
+            try:
+                if self.returncode is None:
+                    pid,status = self._try_wait(os.WNOHANG)
+                    if pid: self._handle_exitstatus(status)
+            finally: self._waitpid_lock.release()
+        return self.returncode
+
+if __name__=='__main__': main(sys.argv[1])

@@ -1,0 +1,137 @@
+"Every public option against wrong values: each is an error of ours, in one sentence that names the argument and what came, before the device starts."
+import inspect, sys
+from functools import partial
+from types import ModuleType
+
+import pytest, timm
+from fastai.basics import Learner, nn, noop
+from fastai.test_utils import synth_learner
+from fastai_xla.all import *
+
+thing = object()
+WRONG = (None, 'a', -1, 0, 1.5, [], thing)
+
+def but(*ok): return [o for o in WRONG if not any(o is v or type(o) is type(v) and o==v for v in ok)]
+count,count_or_none,bit,place,place_or_none = but(),but(None),but(0),but('a'),but('a', None)
+at_least_0 = but(0)
+
+linear = partial(nn.Linear, 2, 2)
+def learn(): return synth_learner(n_trn=2)
+def mesh(**kwargs): return make_mesh(**{'fsdp': 2, **kwargs})
+def plan(**kwargs): return plan_training(**{'model': linear(), 'mesh': mesh(), 'batch': 2, 'shape': (2,), **kwargs})
+def shards(**kwargs): return TarShards(**{'urls': ['a.tar'], 'tfms': {}, 'sizes': [1], **kwargs})
+def vit(**kwargs): return mean_vit(**{'embed_dim': 8, 'num_heads': 2, 'depth': 1, 'img_size': 14, 'num_classes': 2, **kwargs})
+def xladl(**kwargs): return XLADL(learn().dls.train, 'xla', **kwargs)
+def sharded(**kwargs): return learn().to_tpu_sharded(**kwargs)
+def pooled(**kwargs): return learn().to_tpu_distributed(**kwargs)
+def saver(**kwargs): return TPUCheckpoint(**{'path': 'a', **kwargs})
+def compiled(**kwargs): return learn().compile_for(**{'name': 'v5e-8', **kwargs})
+def one_core(**kwargs): return learn().to_tpu(**kwargs)
+
+CASES = [ # what is called, and of its arguments the wrong values
+    (use_compile_cache, dict(path=place)), (from_main, dict(f=WRONG)),
+    (seed_all, dict(seed=at_least_0)), (set_rng_state, dict(s=WRONG)),
+    (TfmPlacement, dict(mode=WRONG), dict(tfms=None), dict(mode='batch_tfms')), (xladl, dict(prefetch=count, batch_tfms=WRONG)), (Prefetcher, dict(n=count), dict(items=[])),
+    (bucket_lens, dict(bs=count, n=count), dict(lens=[8,9], bs=1)), (bucket_len, dict(n=at_least_0)),
+    (shards, dict(urls=but('a', []), tfms=WRONG, sizes=but(None, []), window=count, lanes=count)),
+    (deferred_init, dict(f=WRONG)), (materialize, dict(model=WRONG, place=but(None)), dict(model=linear())),
+    (repeated_blocks, dict(model=WRONG)), (block_runs, dict(model=WRONG)), (BlockRunner, dict(scan=bit, mark_step=bit)),
+    (xla_friendly, dict(model=WRONG, img_size=count_or_none), dict(model=timm.create_model('test_vit'))),
+    (vit, dict(embed_dim=count, num_heads=count, depth=count, patch_size=count)),
+    (move_learner, dict(learn=WRONG, device=but('a')), dict(learn=learn(), device='cpu')),
+    (NaNGuard, dict(action=WRONG)), (HostQueue, dict(every=but(0, 1.5)), {}, dict(every='fetch_every')),
+    (StrictSteps, dict(warm=at_least_0)), (TPUTrainer, dict(batch_tfms=WRONG, fetch_every=but(0, 1.5))),
+    (one_core, dict(batch_tfms=WRONG, fetch_every=but(0, 1.5), strict=bit, cache=place_or_none)),
+    (use_virtual_cores, dict(n=count)), (run_replicas, dict(fn=WRONG, n=count_or_none), dict(fn=noop)),
+    (TPUPool, dict(n_cores=count_or_none)), (get_pool, dict(n_cores=count_or_none)), (tpu_launch, dict(fn=WRONG, n_cores=count_or_none), dict(fn=noop)),
+    (sync_metric, dict(m=WRONG)), (fsdp_options, dict(fsdp=WRONG)),
+    (TPUDistributedTrainer, dict(batch_tfms=WRONG, fetch_every=but(0, 1.5), sync_bn=WRONG)), (GradientReducer, dict(scale_lr=bit)),
+    (pooled, dict(n_cores=count_or_none, batch_tfms=WRONG, fetch_every=but(0, 1.5), sync_bn=WRONG, scale_lr=bit, fsdp=WRONG,
+        watchdog=but(None, 1.5))), (Watchdog, dict(minutes=but(None, 1.5)), {}, dict(minutes='watchdog')), (pool_setup, dict(fn=but(None), remove=bit)),
+    (make_mesh, dict(replica=count_or_none, fsdp=count_or_none, n=count_or_none, model=count_or_none)),
+    (ShardRule, dict(pattern=but('a'), axes=but('a', []), min_size=at_least_0), dict(pattern='a')),
+    (infer_sharding, dict(model=WRONG, mesh=WRONG, rules=but([])), dict(model=linear(), mesh=mesh())),
+    (sharded, dict(replica=count_or_none, fsdp=count_or_none, rules=but([]), grad_ckpt=bit, scan=bit, mark_step=bit, partition_norms=bit,
+        batch_tfms=WRONG, fetch_every=but(0, 1.5), model=count_or_none)),
+    (CheckpointStore, dict(path=place, keep=count, allow_pickle=bit), dict(path='a')),
+    (KeepPolicy, dict(newest=count, best=at_least_0, every=at_least_0, monitor=but('a'), mode=but(None))),
+    (saver, dict(path=place, every=count_or_none, keep=count, resume=bit, minutes=but(None, 1.5), epochs=but(None, 0), keep_best=at_least_0,
+        keep_every=at_least_0, monitor=but('a'), mode=but(None), asynchronous=bit, on_error=WRONG, allow_pickle=bit, resume_from=place_or_none,
+        init_from=place_or_none, strict=bit)),
+    (register_type, dict(cls=WRONG, is_value=bit), dict(cls=Waiting)),
+    (resume_from, dict(path=place, every=count_or_none, keep=count), dict(path='a')),
+    (lambda **kw: learn().save_sharded(**kw), dict(file=place, with_opt=bit), dict(file='a')),
+    (lambda **kw: learn().load_sharded(**kw), dict(file=place, with_opt=but(None, 0), strict=bit, allow_pickle=bit), dict(file='a')),
+    (lambda **kw: learn().export_safetensors(**kw), dict(file=place, config=but(None)), dict(file='a')),
+    (lambda **kw: learn().save_for_hub(**kw), dict(folder=place, labels=but(None, [])), dict(folder='a')),
+    (tpu_slice, dict(name=but('a'))), (compiled, dict(name=but('a'), form=but(None), fast=bit, limit=but(1.5))),
+    (lambda **kw: learn().largest_batch(**kw), dict(name=but('a'), most=count), dict(name='v5e-8')),
+    (XLAStats, dict(warm=at_least_0)), (usual_step, dict(steps=but([]), warm=at_least_0), dict(steps=[])),
+    (train_batches, dict(learn=WRONG, n=count), dict(learn=learn(), n=1, cbs=[])), (read_dump, dict(folder=place)), (training_graph, dict(graphs=WRONG)),
+    (count_model, dict(model=WRONG), dict(model=linear(), shape=(2,))),
+    (plan, dict(model=WRONG, mesh=WRONG, batch=count, shape=but([]), rules=but([]), opt=WRONG, grad_ckpt=bit, scan=bit, bf16=bit, mfu=WRONG)),
+    (lambda **kw: plan().seconds(**kw), dict(kind=WRONG)), (lambda **kw: plan().fits(**kw), dict(kind=WRONG)),
+]
+
+def refusal(f, name, v, kwargs):
+    "What `f` says to `v`; None if it takes it"
+    try: f(**{**kwargs, name: v})
+    except (ValueError, TypeError) as e:
+        ours = 'fastai_xla' in inspect.getinnerframes(e.__traceback__)[-1].filename
+        return e if ours else f'raw {type(e).__name__}: {e}'
+    except Exception as e: return f'raw {type(e).__name__}: {e}'
+
+def faults_of(f, args, kwargs={}, called={}):
+    res = []
+    for name,values in args.items():
+        for v in values:
+            e,shown = refusal(f, name, v, kwargs),called.get(name, name)
+            if not isinstance(e, Exception): res.append(f'{name}={v!r}: {e}')
+            elif f'`{shown}`' not in str(e) or f'{v!r}'[:60] not in str(e) or str(e)[-1] not in '.`': res.append(f'{name}={v!r}: {e}')
+    return res
+
+@pytest.mark.parametrize('case', CASES, ids=lambda o: getattr(o[0], '__name__', '')+'-'+'-'.join(o[1]))
+def test_wrong_values(case):
+    before = runtime_started()
+    faults = faults_of(*case)
+    assert not faults, '\n'.join(faults)
+    assert runtime_started()==before
+
+# what takes only what the package itself hands it: arithmetic and seams between rooms, not options of users
+SEAMS = '''start_iter DeviceDL Shipment EventTeller lengthen_lr_find run_along run_remote shard_idxs rank_span RankShare RowShare deal n_dealt pad_batch
+    pad_text Waiting virtual_env start_spmd loss_weight join_shards Shares AgreedDL SteppedDL ShardedDL ApartBlock drawn_for first_signal size_text
+    kept_rng rng_state_after load_state learner_state replaces Patch grid_sample_xla step_row step_program stand_in optional_library
+    bucket_len DeviceMetric check_number check_int check_bool check_choice check_type check_callable check_path check_prefetch wrong_arg
+    OnDevice ShareTrainer distributed_trainer TPUPoolTrainer attach_replica CheckpointSaver CheckpointWriter CheckpointReader PhaseResumer
+    TPUShardedTrainer TPUFSDPTrainer device_version Shards TFRecordShards StreamDL BucketDL XLADL RNGHandoff TfmVerdicts standardize
+    dist_version inside_boxes ShardReader uncount_steps
+    function_of restores OwnDraws MarkedDL graph_error DevicePhases CompileTeller BadStepWatch launch_error shapes_of process_start is_running Lease
+    check_room groups_by_size pieces_of read_pieces plain_dtype tensor_kind Encoder encode encode_states Decoder decode checkpoint_fault find_checkpoint
+    StoreReader copy_state note_made made_as fingerprint check_differences note_config CheckpointOptions settings_of progress_file plan_goal load_weights
+    StateRestorer FitResumer hlo_message compile_options ProgramReport tpu_advice trace_phase StepReports TPUReport'''.split()
+
+def options(f):
+    "The parameters of `f` that say they are numbers, words or switches"
+    try: ps = inspect.signature(f).parameters.values()
+    except (TypeError, ValueError): return []
+    plain = int, float, bool, str, int|None, str|None, float|None
+    return [p.name for p in ps if p.annotation in plain or isinstance(p.default, (bool, int, float)) and p.default is not p.empty]
+
+def is_record(o): return isinstance(o, type) and (hasattr(o, '__dataclass_fields__') or hasattr(o, '_fields') or issubclass(o, Exception))
+
+def test_no_option_is_left_out():
+    "Whoever adds a public function with options adds them to the table"
+    rooms = [m for k,m in sys.modules.items() if k.startswith('fastai_xla.') and k.count('.')==2 and getattr(m, '__all__', None)]
+    public = {n: getattr(m, n) for m in rooms for n in m.__all__ if not isinstance(getattr(m, n), ModuleType)}
+    covered = {getattr(o[0], '__name__', '') for o in CASES} | {'plan_training','TarShards','mean_vit','TPUCheckpoint'} | set(SEAMS)
+    assert not [n for n,o in public.items() if callable(o) and options(o) and not is_record(o) and n not in covered]
+    swept = {'to_tpu': one_core, 'to_tpu_distributed': pooled, 'to_tpu_sharded': sharded}
+    for name,f in swept.items():
+        args = next(o[1] for o in CASES if o[0] is f)
+        own = [p for p,o in inspect.signature(getattr(Learner, name)).parameters.items() if p!='self' and o.kind is not o.VAR_KEYWORD]
+        assert not set(own)-args.keys(), name
+
+def test_what_needs_an_attached_learner():
+    for f,words in ((lambda o: o.tfm_placement, 'call `learn.to_tpu()`'), (lambda o: o.sharding, 'call `learn.to_tpu_sharded()`')):
+        with pytest.raises(RuntimeError) as e: f(learn())
+        assert words in str(e.value)

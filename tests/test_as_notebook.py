@@ -1,0 +1,277 @@
+"What a notebook does, the replicas of its pool do too: classes and functions of `__main__`, their globals, user modules, exceptions and hooks."
+import sys
+from cases import Groups
+from fresh import repo
+
+groups = Groups(__file__, lambda: dict(PJRT_DEVICE='CPU', CPU_NUM_DEVICES=None, MPLBACKEND='Agg', XLA_FLAGS='--xla_backend_optimization_level=0'))
+case = groups.case
+
+# ---- in the process, whose `__main__` is this file, as that of a notebook is what its cells define
+
+import importlib, os, signal, threading, time, warnings
+from collections import Counter, defaultdict, deque
+from pathlib import Path
+from fastai.vision.all import *
+from fastai.callback.all import *
+from fastai_xla.all import *
+from fastai_xla.launch import get_pool, LaunchError
+from fastai_xla.runtime import xla_counts
+for o in [o for o in globals() if o.startswith('test')]: del globals()[o]  # fastai's, which pytest would collect
+
+def learner(cbs=None, n=32, **kwargs):
+    set_seed(1)
+    x = torch.randn(n, 4)
+    ds = list(zip(x, (x.sum(1)>0).long()))
+    dls = DataLoaders(TfmdDL(ds, bs=4, shuffle=True, num_workers=0), TfmdDL(ds[:16], bs=4, num_workers=0))
+    learn = Learner(dls, nn.Sequential(nn.Linear(4,4), nn.ReLU(), nn.Linear(4,2)), **{**dict(loss_func=CrossEntropyLossFlat(), metrics=accuracy, cbs=cbs), **kwargs})
+    learn.remove_cb(ProgressCallback)
+    learn.logger = noop
+    return learn
+
+def fitted(cbs=None, pool=True, epochs=1, **kwargs):
+    learn = learner(cbs, **kwargs)
+    if pool: learn.to_tpu_distributed(2)
+    learn.fit(epochs, 1e-2)
+    return learn
+
+def pids(): return [p.pid for p in get_pool(2)._procs]
+
+def raised(f):
+    try: f()
+    except BaseException as e: return e
+
+# ---- Cancel exceptions, and hooks that were removed
+
+class Cancels:
+    "Raises the exception `name` at `event`, as a class or as an instance"
+    def __new__(cls, event, name, instance):
+        exc = globals()[name]
+        def raises(self):
+            if name=='CancelTrainException' and not self.training: return
+            if name=='CancelFitException' and not instance: raise CancelFitException
+            raise exc() if instance else exc
+        return Callback(**{event: raises})
+
+@case('notebook')
+def cancel_exceptions():
+    "All of them: as many events, losses and values as in plain fastai"
+    for event,name in [('after_pred','CancelBatchException'), ('before_step','CancelStepException'), ('before_backward','CancelBackwardException'),
+                       ('after_batch','CancelTrainException'), ('before_validate','CancelValidException'), ('before_train','CancelEpochException'),
+                       ('after_epoch','CancelFitException'), ('before_fit','CancelFitException'), ('after_pred','CancelFitException')]:
+        for instance in (False, True) if name=='CancelFitException' else (True,):
+            a,b = [fitted(Cancels(event, name, instance), pool=pool, epochs=2, n=32 if pool else 16) for pool in (False, True)]
+            got = [(len(vars(o.recorder).get('losses', ())), len(vars(o.recorder).get('values', ())), o.epoch) for o in (a,b)]
+            assert got[0]==got[1], (event, name, got)
+
+class Keeps(Callback):
+    "Keeps the handle of a hook that it removed"
+    def before_fit(self): self.handle,self.n = self.model[0].register_forward_hook(self.count),0
+    def count(self, m, i, o): self.n += 1
+    def after_fit(self): self.handle.remove()
+
+@case('notebook')
+def spent_hooks():
+    "A second fit, with the same numbers"
+    learn = fitted([ActivationStats(with_hist=True), Keeps()])
+    first = len(learn.activation_stats.stats),learn.keeps.n
+    learn.fit(2)
+    assert (*first, len(learn.activation_stats.stats), learn.keeps.n)==(4,6,8,12), (first, len(learn.activation_stats.stats), learn.keeps.n)
+    assert 0<=learn.activation_stats.layer_stats(-1)[2][-1]<=1
+
+# ---- exceptions and Ctrl-C
+
+class MyError(Exception):
+    def __init__(self, code): super().__init__(code); self.code = code
+
+class Raises(Callback):
+    "Raises `e` at `event`, on the ranks `ranks`"
+    def __init__(self, e, event='after_pred', ranks=(0,1)):
+        self.e,self.ranks = e,ranks
+        setattr(self, event, self.fails)
+    def fails(self):
+        from fastai_xla.runtime import rank
+        if rank() in self.ranks and self.training and self.train_iter==2: raise self.e
+
+@case('notebook')
+def users_exceptions():
+    "They are caught as what they are, name the line, and cost no replica: the next fit is as in a new pool, and compiles nothing"
+    fitted()
+    old = pids()
+    want = fitted().recorder.losses
+    for e in (ValueError('bad batch'), KeyError('label'), FileNotFoundError(2, 'No such file', 'a.csv'), MyError(7)):
+        for ranks in ((0,1), (1,)):
+            learn = learner(Raises(e, ranks=ranks)).to_tpu_distributed(2)
+            got = raised(lambda: learn.fit(1))
+            assert isinstance(got, type(e)) and isinstance(got, LaunchError) and got.kept, got
+            assert vars(got).items()>=vars(e).items()
+            assert "self.train_iter==2: raise self.e" in str(got) and str(got).count('File "')<6 and 'bad batch' not in str(got)[:-400], got
+    assert pids()==old
+    compiles = get_pool(2).run(lambda rank: xla_counts().compiles)
+    close(fitted().recorder.losses, want)
+    assert pids()==old and get_pool(2).run(lambda rank: xla_counts().compiles)==compiles
+
+def close(a, b): assert torch.allclose(torch.stack([*a]), torch.stack([*b])), (a, b)
+
+class Slow(Callback):
+    "Takes a second before the first batch, or for each batch of the validation"
+    def __init__(self, fit=True): self.fit = fit
+    def before_fit(self): self.seen = 0
+    def before_train(self): time.sleep(self.fit)
+    def after_pred(self): time.sleep(not self.training and not self.fit)
+    def before_batch(self): self.seen += 1
+
+@case('notebook')
+def ctrl_c_before_the_first_batch():
+    "The replicas live on, and so does what the Learner was"
+    fitted()
+    old = pids()
+    for fit in (True, False):
+        learn = learner(Slow(fit)).to_tpu_distributed(2)
+        threading.Timer(.7, os.kill, (os.getpid(), signal.SIGINT)).start()
+        assert isinstance(raised(lambda: learn.fit(3) if fit else learn.validate()), KeyboardInterrupt)
+        assert pids()==old and get_pool(2).is_open
+        if fit: assert learn.slow.seen==1 and len(learn.recorder.losses)==1
+        learn.remove_cb(Slow)
+        learn.fit(1)
+        assert pids()==old and len(learn.recorder.losses)==4
+
+# ---- globals and what else functions share
+
+history,losses,counts,nested,best,per_epoch = [],{},Counter(),dict(log=[]),0,defaultdict(list)
+frame,array,tensor_,ema,epochs_seen = pd.DataFrame(dict(loss=[0.])),np.zeros(3),torch.zeros(2),nn.Linear(1, 1),0
+alias = nested['log']
+class Tracker:
+    def __init__(self): self.rows,self.n = [],0
+    def log(self, x): self.rows.append(x); self.n += 1
+tracker,draws = Tracker(),__import__('random').Random(0)
+
+def note(x): history.append(x)
+
+class Logs(Callback):
+    "Writes to globals in every way"
+    totals,order = [],80
+    def __init__(self, mine): self.mine = mine
+    def before_fit(self):
+        global epochs_seen,made_in_a_fit,last_learner
+        epochs_seen,made_in_a_fit,last_learner = 0,'yes',self.learn
+    def after_batch(self):
+        if not self.training: return
+        counts['batches'] += 1
+        array[self.train_iter%3] += 1
+        self.mine.append(self.train_iter)
+    def after_epoch(self):
+        global epochs_seen,best
+        epochs_seen += 1
+        best = max(best, float(self.recorder.values[-1][-1]))
+        note(float(self.recorder.losses[-1]))
+        losses[self.epoch] = self.smooth_loss
+        nested['log'].append(self.epoch)
+        nested['last'] = nested['log']
+        per_epoch['e'].append(dict(epoch=self.epoch))
+        frame.loc[len(frame)] = [float(self.epoch)]
+        tensor_.add_(1)
+        tracker.log(self.epoch)
+        Logs.totals.append(self.epoch)
+        ema.weight.data.fill_(float(self.epoch)+5)
+        draws.random()
+
+def closures():
+    n,seen = 0,[]
+    def after_epoch(self):
+        nonlocal n
+        n += 1
+        seen.append(n)
+    return Callback(after_epoch=after_epoch), lambda: (n, seen)
+
+def state(mine): return dict(history=len(history), losses=[*losses], counts=dict(counts), nested=str(nested), best=best>0, per_epoch=dict(per_epoch), frame=frame.loss.tolist(),
+    array=array.tolist(), tensor=tensor_.tolist(), rows=[*tracker.rows], n=tracker.n, totals=[*Logs.totals], epochs_seen=epochs_seen, mine=[*mine], alias=[*alias], fit=made_in_a_fit, ema=ema.weight.item(), drawn=draws.random())
+
+def reset(mine):
+    for o in (history, losses, counts, per_epoch, alias, tracker.rows, Logs.totals, mine): o.clear()
+    nested.pop('last', None)
+    globals().update(best=0, epochs_seen=0)
+    array[:],tensor_[:],tracker.n = 0,0,0
+    ema.weight.data.zero_()
+    draws.seed(0)
+    frame.__init__(dict(loss=[0.]))
+
+@case('notebook')
+def globals_come_home():
+    "What callbacks write is here as in plain fastai, once, and in the objects that others hold; what cannot be is named"
+    mine,res = [],[]
+    cb,inner = closures()
+    ids = [id(o) for o in (history, losses, counts, nested, frame, array, tensor_, tracker, tracker.rows, Logs.totals, alias)]
+    for pool in (False, True):
+        reset(mine)
+        before = inner()[0]
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter('always')
+            learn = fitted([Logs(mine), cb], pool=pool, epochs=2, n=32 if pool else 16)
+        res.append(dict(state(mine), n_inner=inner()[0]-before, seen=inner()[1][-2:]!=[]))
+        assert [id(o) for o in (history, losses, counts, nested, frame, array, tensor_, tracker, tracker.rows, Logs.totals, alias)]==ids
+        assert nested['last'] is nested['log'] is alias and learn.logs.mine is mine and type(learn.logs) is Logs
+        assert all(isinstance(o, Tensor) and o.device.type=='cpu' or isinstance(o, float) for o in losses.values()), losses
+        named = [str(o.message) for o in said if 'Changed on the cores' in str(o.message)]
+        assert len(named)==pool and (not pool or 'last_learner (Learner)' in named[0] and 'history' not in named[0]), named
+    assert res[0]==res[1], f'{res[0]}\n{res[1]}'
+    assert Logs.after_epoch.__globals__ is globals() and note.__globals__ is globals(), 'the class is still the one of the notebook'
+    got = raised(lambda: fitted([Logs(mine), Raises(ValueError(1))]))
+    assert counts['batches']==2*4+2, 'what was written before an error, too'
+
+# ---- modules of the user, patches, settings
+
+@patch
+def of_the_notebook(self:Learner): return history, 'patched'
+
+class AsksLearner(Callback):
+    def before_fit(self): self.said = self.learn.of_the_notebook()[1]
+    def after_epoch(self): self.helper = importlib.import_module('helpers') and helpers.scale(1)
+
+@case('notebook')
+def modules_patches_and_settings():
+    "As they are in the notebook now"
+    global helpers
+    Path('helpers.py').write_text('K,log = 2,[]\ndef scale(x):\n    log.append(x)\n    return x*K')
+    sys.path.insert(0, os.getcwd())
+    import helpers
+    assert fitted(AsksLearner()).asks_learner.helper==2 and helpers.log==[1]
+    helpers.K = 3
+    def inside(rank):
+        from helpers import scale
+        return scale(1)
+    assert get_pool(2).run(inside)==[2]*2, 'from its file'
+    learn = fitted(AsksLearner())
+    assert learn.asks_learner.helper==3 and helpers.log==[1,1] and learn.asks_learner.said=='patched'
+    Path('helpers.py').write_text('K,log = 50,[]\ndef scale(x):\n    return x*K+1   # edited')
+    assert fitted(AsksLearner()).asks_learner.helper==3, 'not reloaded here, so not there'
+    assert get_pool(2).run(inside)==[51]*2, 'as the file is now'
+    importlib.reload(helpers)
+    assert fitted(AsksLearner()).asks_learner.helper==51
+    from PIL import ImageFile
+    ImageFile.LOAD_TRUNCATED_IMAGES = True
+    def truncated(rank):
+        from PIL import ImageFile
+        return ImageFile.LOAD_TRUNCATED_IMAGES
+    assert get_pool(2).run(truncated)==[True]*2
+    def mark(): os.environ['MARKED'] = 'yes'
+    pool_setup(mark)
+    marked = lambda rank: os.environ.get('MARKED')
+    assert get_pool(2).run(marked)==['yes']*2
+    get_pool(2).close()
+    assert get_pool(2).run(marked)==['yes']*2 and pool_setup()==[mark]
+    pool_setup(mark, remove=True)
+
+@case('argv')
+def long_argv():
+    "Of 4,000 arguments, on replicas too"
+    sys.argv = ['train.py', *[f'--images=/data/train/{i:06}.jpg' for i in range(4000)]]
+    assert get_pool(2).run(lambda rank: sys.argv)==[sys.argv]*2
+
+if __name__=='__main__': groups.main(*sys.argv[1:])
+else:
+    import pytest
+
+    @pytest.mark.parametrize('group,name', groups.names)
+    def test_as_notebook(group, name):
+        error,_ = groups.outcome(group)[name]
+        if error: pytest.fail(error, pytrace=False)

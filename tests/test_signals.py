@@ -1,0 +1,35 @@
+"A signal to a whole process group, as `timeout`, Slurm and a terminal send it, while DataLoader workers are alive: the training ends with a checkpoint."
+import os, signal, subprocess
+import pytest
+from forks import Forked
+
+script = '''
+import sys, time
+from fastai.basics import *
+from fastai_xla.all import *
+kind,folder = sys.argv[1:]
+class Data:
+    def __len__(self): return 4000
+    def __getitem__(self, i):
+        time.sleep(.01)
+        return torch.full((4,), i/4000),torch.zeros(1)
+make = DataLoader if kind=='fastai' else torch.utils.data.DataLoader
+dls = DataLoaders(*[make(Data(), batch_size=4, num_workers=2) for _ in range(2)])
+class Tell(Callback):
+    def after_batch(self):
+        if self.iter==2: print('workers', *[o.pid for o in multiprocessing.active_children()], flush=True)
+learn = Learner(dls, nn.Linear(4,1), MSELossFlat(), cbs=[Tell(), resume_from(folder)]).to_tpu()
+with learn.no_bar(), learn.no_logging(): learn.fit(1)
+'''.replace('import sys', 'import multiprocessing, sys')
+
+@pytest.mark.parametrize('kind', ['fastai','torch'])
+@pytest.mark.parametrize('sig', ['SIGTERM','SIGINT'])
+def test_signal_to_the_group(kind, sig, tmp_path):
+    p = Forked(['-c', script, kind, tmp_path/'run'], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    workers = next(o for o in p.stdout if o.startswith('workers')).split()[1:]
+    assert len(workers)==2 and os.getpgid(int(workers[0]))==p.pid
+    os.killpg(p.pid, getattr(signal, sig))
+    out,err = p.communicate(timeout=120)
+    assert 'DataLoader worker' not in err and p.returncode==(143 if sig=='SIGTERM' else 1), err
+    assert (f'Stopped by {sig}' in out+err) and [o.name for o in (tmp_path/'run').iterdir() if 'batch' in o.name]
+    assert not any(os.path.exists(f'/proc/{o}') for o in workers)
