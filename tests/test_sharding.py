@@ -245,7 +245,7 @@ def images_predict_tta_export():
 @case('methods')
 def augmentation_on_the_device():
     def mk(l):
-        learn = l.cnn()
+        learn = l.cnn(opt_func=l.SGD)
         l.set_seed(1)
         learn.dls = l.image_dls(batch_tfms=[*l.aug_transforms(), l.Normalize.from_stats(*l.imagenet_stats)])
         return learn
