@@ -122,11 +122,11 @@ def test_demo_trains(demo):
     assert abs(float(table[-1][3]) - float(acc)/100) < 1e-4
 
 def test_demo_trains_on_one_core_and_then_on_all(tmp_path):
-    "Two epochs, compiled quickly, but not so that they take long"
-    res = cli('demo', '--epochs', '2', '--out', tmp_path, XLA_FLAGS='--xla_backend_optimization_level=1')
+    "An epoch, compiled quickly, but not so that it takes long"
+    res = cli('demo', '--epochs', '1', '--out', tmp_path, XLA_FLAGS='--xla_backend_optimization_level=1')
     assert res.returncode == 0, res.stdout + res.stderr
-    seen = re.findall(r'gives 359 of 359 predictions the same.*\nDone: ([\d.]+)% of 359 held-out digits right, 2 epochs in \d+ s on (.+)', res.stdout)
-    assert [o[1] for o in seen] == ['1 CPU core', '8 CPU cores'] and all(float(o[0]) > 50 for o in seen), res.stdout
+    seen = re.findall(r'gives 359 of 359 predictions the same.*\nDone: ([\d.]+)% of 359 held-out digits right, 1 epochs in \d+ s on (.+)', res.stdout)
+    assert [o[1] for o in seen] == ['1 CPU core', '8 CPU cores'] and all(float(o[0]) > 30 for o in seen), res.stdout
     assert (tmp_path/'8_cores'/'curves.png').exists()
 
 def test_demo_leaves_files(demo):

@@ -35,6 +35,7 @@ def test_forms(name, form, options, n, no_process_left):
     assert held==n_params if not form else held<n_params*.7
     assert r.memory['optimizer state']==2*held
     assert sum(r.memory.values())==train.memory.total
+    assert r.programs['valid'].memory.args>held
     assert ('all-reduce' in train.collectives)==(n>1)
     assert train.memory.alias>=3*held # parameters and optimizer state are written in place
     assert name!='colab' or 'to_bf16' in repr(r)

@@ -56,7 +56,11 @@ class StepNoter(Callback):
     def __init__(self, folder): self.folder,self.done,self.n = Path(folder),False,0
     def after_batch(self):
         self.n += 1
-        if self.done or self.n==1 and self._makes_state(): return
+        if self.training and not (self.n==1 and self._makes_state()): self._note()
+    def after_pred(self):
+        if not self.training: self._note() # a validation step is cut here
+    def _note(self):
+        if self.done: return
         self.done = True
         note = dict(seen=[o.name for o in self.folder.glob(_pattern)], **held_bytes(self.learn))
         tmp = self.folder/'note.tmp'
@@ -64,7 +68,7 @@ class StepNoter(Callback):
         tmp.rename(self.folder/'note.json')
     def _makes_state(self):
         "Does this step make the optimizer's state in its program? Under SPMD the first does, so that no core gets the whole of it, and no other"
-        return self.training and xr.is_spmd() and len(opt_tensors(self.opt))>0
+        return xr.is_spmd() and len(opt_tensors(self.opt))>0
 
 # %% ../../nbs/95_monitor.trace.ipynb #trace
 def _train(learn, phase):
