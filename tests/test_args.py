@@ -51,7 +51,7 @@ CASES = [ # what is called, and of its arguments the wrong values
     (make_mesh, dict(replica=count_or_none, fsdp=count_or_none, n=count_or_none, model=count_or_none)),
     (ShardRule, dict(pattern=but('a'), axes=but('a', []), min_size=at_least_0), dict(pattern='a')),
     (infer_sharding, dict(model=WRONG, mesh=WRONG, rules=but([])), dict(model=linear(), mesh=mesh())),
-    (sharded, dict(replica=count_or_none, fsdp=count_or_none, rules=but([]), grad_ckpt=bit, scan=bit, mark_step=bit, partition_norms=bit,
+    (sharded, dict(replica=count_or_none, fsdp=count_or_none, rules=but([]), grad_ckpt=bit, scan=bit, mark_step=bit, partition_norms=but(0, None),
         batch_tfms=WRONG, fetch_every=but(0, 1.5), model=count_or_none)),
     (CheckpointStore, dict(path=place, keep=count, allow_pickle=bit), dict(path='a')),
     (KeepPolicy, dict(newest=count, best=at_least_0, every=at_least_0, monitor=but('a'), mode=but(None))),
@@ -104,7 +104,7 @@ SEAMS = '''start_iter DeviceDL Shipment EventTeller lengthen_lr_find run_along r
     bucket_len DeviceMetric check_number check_int check_bool check_choice check_type check_callable check_path check_prefetch wrong_arg
     OnDevice ShareTrainer distributed_trainer TPUPoolTrainer attach_replica CheckpointSaver CheckpointWriter CheckpointReader PhaseResumer
     TPUShardedTrainer TPUFSDPTrainer device_version Shards TFRecordShards StreamDL BucketDL XLADL RNGHandoff TfmVerdicts standardize
-    dist_version inside_boxes ShardReader uncount_steps
+    dist_version inside_boxes ShardReader uncount_steps make_programs_for
     function_of restores OwnDraws MarkedDL graph_error DevicePhases CompileTeller BadStepWatch launch_error shapes_of process_start is_running Lease
     check_room groups_by_size pieces_of read_pieces plain_dtype tensor_kind Encoder encode encode_states Decoder decode checkpoint_fault find_checkpoint
     StoreReader copy_state note_made made_as fingerprint check_differences note_config CheckpointOptions settings_of progress_file plan_goal load_weights

@@ -12,7 +12,7 @@ import json, os, pickle, signal, time, traceback
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from fastai.basics import Callback
-from ..runtime.device import xr
+from ..runtime.device import make_programs_for, xr
 from ..train.trainer import TPUTrainer
 from ..virtual_cores.replicas import run_replicas
 from ..launch.carry import loads
@@ -145,6 +145,7 @@ def run_job(
     job,packed = CompileJob(**json.loads((folder/'job.json').read_text())),pickle.loads((folder/'learner.pkl').read_bytes())
     say = lambda phase, what, **kw: (folder/f'{phase}.{what}').write_text(json.dumps(kw))
     traced = {}
+    make_programs_for('TPU')
     for phase in compile_phases:
         print(f'tracing {phase}', flush=True)
         try: traced[phase] = trace_phase(job, packed, folder/phase, phase)

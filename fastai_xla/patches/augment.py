@@ -76,6 +76,14 @@ def _draw_lighting(t, stock, b, split_idx):
     fs = [f for f in t.fs if hasattr(f, 'change')]
     for f,change in zip(fs, _sent([f.change for f in fs], x)): f.change = change
 
+# %% ../../nbs/15_patches.augment.ipynb #affine
+def _only_flips(t): return not t.coord_fs and all(getattr(f, 'func', None) is faug.flip_mat for f in t.aff_fs)
+
+def _encode_affine(t, stock, x, mode, reverse=False):
+    if isinstance(x, TensorPoint) or t.size is not None or not (t.split_idx or _only_flips(t)): return stock(x, mode, reverse)
+    if isinstance(x, TensorMask): x = x.long()
+    return x if t.split_idx else torch.where((raw(t.mat)[:,0,0]<0).reshape(-1, *[1]*(x.ndim-1)), x.flip(-1), x)
+
 # %% ../../nbs/15_patches.augment.ipynb #lent
 def _lent(**fs):
     "What has each of `fs`, called as `f(t, stock, *args)`, stand for the method of its name of a transform `t`"
@@ -86,7 +94,7 @@ def _lent(**fs):
 
 device_tfms = {
     IntToFloatTensor: None, Normalize: None,
-    faug.AffineCoordTfm: _lent(before_call=_draw_affine), faug.SpaceTfm: _lent(before_call=_draw_lighting),
+    faug.AffineCoordTfm: _lent(before_call=_draw_affine, _encode=_encode_affine), faug.SpaceTfm: _lent(before_call=_draw_lighting),
     **dict.fromkeys([faug.Flip, faug.DeterministicFlip, faug.Dihedral, faug.DeterministicDihedral, faug.Rotate, faug.Zoom, faug.Warp, faug._WarpCoord]),
     **dict.fromkeys([faug.Brightness, faug.Contrast, faug.Saturation, faug.Hue]),
     **dict.fromkeys([faug._BrightnessLogit, faug._ContrastLogit, faug._SaturationLogit, faug._Hue])}

@@ -6,8 +6,8 @@ Docs: https://fastai-xla.github.io/fastai_xla/runtime.device.html.md"""
 
 # %% auto #0
 __all__ = ['torch_xla', 'xm', 'xr', 'met', 'dist_version', 'XLANotInstalled', 'XLAVersionMismatch', 'xla_available',
-           'require_xla', 'device_kind', 'n_cores', 'n_processes', 'runtime_started', 'mend_env', 'start_error',
-           'xla_device', 'use_compile_cache', 'in_notebook']
+           'require_xla', 'device_kind', 'make_programs_for', 'program_kind', 'n_cores', 'n_processes',
+           'runtime_started', 'mend_env', 'start_error', 'xla_device', 'use_compile_cache', 'in_notebook']
 
 # %% ../../nbs/00_runtime.device.ipynb #imports
 from fastcore.imports import in_notebook
@@ -103,6 +103,20 @@ def require_xla():
 def device_kind():
     "Kind of device that torch_xla uses here, such as 'TPU' or 'CPU'; None without torch_xla"
     return xr.device_type() if xla_available() else None
+
+# %% ../../nbs/00_runtime.device.ipynb #program-kind
+_program_kind = None
+
+def make_programs_for(
+    kind:str|None, # A kind of device, as `device_kind()` gives it; None: the kind that is used here
+):
+    "Have this process trace programs as for a device of another kind, which then cannot be run here"
+    global _program_kind
+    _program_kind = kind
+
+def program_kind():
+    "Kind of device for which programs are traced"
+    return _program_kind or device_kind()
 
 # %% ../../nbs/00_runtime.device.ipynb #n-cores
 def n_cores():

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from fastai.basics import Learner
 from fastcore.all import patch
 from ..models import norms
-from ..runtime.device import xla_device
+from ..runtime.device import program_kind, xla_device
 from ..runtime.transfer import tensors_of
 from ..runtime.args import check_bool
 from ..data.loader import XLADL
@@ -38,7 +38,7 @@ class TPUShardedTrainer(TPUTrainer):
     def __init__(self,
         mesh:TPUMesh, # See `make_mesh`
         rules=(), # `ShardRule`s, or tuples (pattern, axes); the first that matches a parameter's name counts
-        partition_norms:bool=True, # Norm layers that XLA's partitioner can split, instead of torch_xla's?
+        partition_norms:bool|None=None, # Norm layers that XLA's partitioner can split, instead of torch_xla's? None: on a CPU; a TPU's splits torch_xla's
         runner:BlockRunner|None=None, # Runs the blocks of the model in another way
         **kwargs, # As for `TPUTrainer`
     ):
@@ -70,7 +70,7 @@ class TPUShardedTrainer(TPUTrainer):
         self.blocks.specs = self.specs
         for o in [*self.learn._grab_cbs(BlockRunner), *([self.runner] if self.runner else [])]: o.marker = self.blocks
         if self.runner: self.runner.start(self.model)
-        if self.partition_norms: norms.partition_norms(self.loans)
+        if program_kind()!='TPU' if self.partition_norms is None else self.partition_norms: norms.partition_norms(self.loans)
 
     def before_batch(self):
         super().before_batch()
@@ -104,13 +104,14 @@ def to_tpu_sharded(self:Learner,
     grad_ckpt:bool=False, # Keep of each repeated block its arguments alone, and compute the rest again in the backward pass?
     scan:bool=False, # Run identical blocks by one loop, which computes again too? See `BlockRunner`
     mark_step:bool=False, # Run each repeated block as a program of its own, which computes again too?
-    partition_norms:bool=True, # Norm layers that XLA's partitioner can split, instead of torch_xla's?
+    partition_norms:bool|None=None, # Norm layers that XLA's partitioner can split, instead of torch_xla's? None: on a CPU; a TPU's splits torch_xla's
     batch_tfms:str='auto', # Where batch transforms run: 'auto', 'host' or 'device'; see `TfmPlacement`
     fetch_every:float=1., # Seconds between two fetches of losses and metrics for the progress bar
     **axes:int, # Sizes of other mesh axes, for rules to use
 ):
     "Train by one program on every TPU core (or XLA's CPU devices where there is no TPU) from now on"
-    for k,v in dict(grad_ckpt=grad_ckpt, scan=scan, mark_step=mark_step, partition_norms=partition_norms).items(): check_bool(k, v)
+    for k,v in dict(grad_ckpt=grad_ckpt, scan=scan, mark_step=mark_step).items(): check_bool(k, v)
+    if partition_norms is not None: check_bool('partition_norms', partition_norms)
     as_rules(rules)
     check_process()
     sizes = dict(replica=replica, fsdp=fsdp, **axes)
