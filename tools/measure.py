@@ -2,7 +2,7 @@
 
 chkstyle is the linter of the package fastaistyle (pip install fastaistyle); --chkstyle=/path/to/it where it is in another environment.
 """
-import argparse, re, shutil, subprocess, sys
+import argparse, re, shutil, subprocess, sys, tempfile
 from collections import Counter, defaultdict
 from pathlib import Path
 from statistics import median
@@ -39,7 +39,10 @@ def share(h, kind): return (lambda v: f'{sum(v)/max(len(v), 1):.1%} of {len(v)}'
 def findings(h, chkstyle):
     "chkstyle's findings in the notebooks, (rule, place, what) each; None without chkstyle"
     if not chkstyle: return
-    out = subprocess.run([chkstyle, '--show-rule', str(h.nbs)], capture_output=True, text=True).stdout
+    with tempfile.TemporaryDirectory() as d:
+        nbs = shutil.copytree(h.nbs, f'{d}/nbs')
+        for o in Path(nbs).rglob('*.ipynb'): o.write_text(o.read_text().replace('#| exporti\\n', '#| export\\n')) # which it takes for examples
+        out = subprocess.run([chkstyle, '--show-rule', nbs], capture_output=True, text=True).stdout
     return [(m[2], m[1].split('/nbs/')[-1], m[3]) for m in re.finditer(r'^# (\S+?):? \[([\w-]+)\] (.*?)(?: \(hint.*)?$', out, re.M)]
 
 def per_1000(h, found):
