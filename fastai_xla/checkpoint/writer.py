@@ -209,7 +209,7 @@ class CheckpointWriter(CheckpointSaver):
         self._save(Position(self.run_record.fits, self.epoch, batch, trained=True), progress)
 
     def _leave_validation(self):
-        if not self.signal: return
+        if not self.signal or not self.trained: return
         self._save_trained()
         self._heed()
 
