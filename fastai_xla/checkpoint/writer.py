@@ -205,8 +205,7 @@ class CheckpointWriter(CheckpointSaver):
     def _save_trained(self):
         "Write what the epoch's training had come to"
         if not self.trained: return
-        batch,progress = self.trained
-        self._save(Position(self.run_record.fits, self.epoch, batch, trained=True), progress)
+        self._save(Position(self.run_record.fits, self.epoch, self.trained[0], trained=True), self.trained[1])
 
     def _leave_validation(self):
         if not self.signal or not self.trained: return
