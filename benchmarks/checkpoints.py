@@ -3,11 +3,12 @@
     python benchmarks/checkpoints.py damage      # bits flipped, files cut, emptied, deleted: what is used then, and what is said
     python benchmarks/checkpoints.py malicious   # files that would run code
     python benchmarks/checkpoints.py cost        # what a save costs in steps, synchronous and asynchronous
+    python benchmarks/checkpoints.py watchdog    # what is said of a rank that is stopped by SIGSTOP
 
 `damage` makes the checkpoints of a training by `to_tpu` and of one by `to_tpu_sharded(fsdp=8)`, each in a process of its own, damages a
 copy of the newest one, and has it opened and loaded as `resume_from` and `load_sharded` do.
 """
-import contextlib, io, json, os, pickle, random, shutil, subprocess, sys, tempfile, time
+import contextlib, io, json, os, pickle, random, re, shutil, signal, subprocess, sys, tempfile, threading, time
 from collections import Counter
 from pathlib import Path
 import torch
@@ -210,18 +211,43 @@ def cost_table(mb, saves, every):
         print(f'{name:13} a step waits {sum(blocked[:-1])/len(blocked[:-1]):.3f} s for a save, {sum(blocked[:-1])/len(blocked[:-1])/step:.1f} steps; '
               f'the fit takes {(total-plain)/step:.1f} steps longer, for {len(blocked)} saves')
 
+# ---- a rank that is stopped
+
+class Slow(Callback):
+    def after_batch(self): time.sleep(.2)
+
+def watchdog_report(minutes):
+    "Stop the process of two replicas by SIGSTOP once there is a checkpoint, show what is said, and go on"
+    def fit(folder, watchdog):
+        learn = learner(folder, [Slow(), resume_from(f'{folder}/run', every=3)]).to_tpu_distributed(n_cores=2, watchdog=watchdog)
+        with learn.no_bar(), learn.no_logging(): learn.fit(3)
+        return learn
+    with tempfile.TemporaryDirectory() as d:
+        pid = get_pool(2).run(lambda rank: os.getpid())[0]
+        def stop():
+            while not CheckpointStore(f'{d}/run').good_names(): time.sleep(.1)
+            os.kill(pid, signal.SIGSTOP)
+        threading.Thread(target=stop).start()
+        try: fit(d, minutes)
+        except LaunchError as e: print('LaunchError:', re.sub(r'/\S*/(?=(fastai_xla|fastai|torch_xla|torch|benchmarks|python\d\S*)/)', '', str(e)))
+        print('---- and again')
+        learn = fit(d, None)
+        print(f'epochs: {len(learn.recorder.values)}')
+
 @call_parse
 def main(
-    what:str, # damage, malicious or cost
+    what:str, # damage, malicious, cost or watchdog
     flips:int=8, # Bits that are flipped in each file, one at a time
     mb:float=40, # Size of the model for `cost`
     saves:int=4, # Saves for `cost`
     every:int=10, # Steps between two
     kind:str='to_tpu', # For `make`
     folder:str='.', # For `make`
+    minutes:float=.1, # For `watchdog`
 ):
     if what=='make': make(kind, folder)
     elif what=='damage': damage_table(flips)
     elif what=='malicious': malicious_table()
     elif what=='cost': cost_table(mb, saves, every)
-    else: raise SystemExit(f'damage, malicious or cost? Got {what}')
+    elif what=='watchdog': watchdog_report(minutes)
+    else: raise SystemExit(f'damage, malicious, cost or watchdog? Got {what}')

@@ -1,12 +1,13 @@
 """Trainings that are killed and run again: does each that ends equal the one that was not killed, bit for bit?
 
 `python benchmarks/kills.py` kills 20 of them by SIGKILL at random moments, half of them while a checkpoint is written;
-`python benchmarks/kills.py --at fsdp fine_tune 3 4 fit1` lets one die at its 3rd batch, again 4 batches later, and again as its first fit has ended.
+`python benchmarks/kills.py --chained` lets each form die at batch 3 of its first fit, go on, die at batch 4, go on, die as that fit has ended, and go on;
+`python benchmarks/kills.py --at fsdp fine_tune 0.3 0.4 fit1` does that with one.
 """
 import argparse, os, random, shutil, signal, sys, tempfile, time
 from functools import partial
 from pathlib import Path
-for k,v in dict(OMP_NUM_THREADS='1', PJRT_DEVICE='CPU', XLA_FLAGS='--xla_backend_optimization_level=0', MPLBACKEND='Agg').items(): os.environ.setdefault(k, v)
+for k,v in dict(OMP_NUM_THREADS='1', PJRT_DEVICE='CPU', XLA_FLAGS='--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false', MPLBACKEND='Agg').items(): os.environ.setdefault(k, v)
 
 import numpy as np, torch
 from fastai.basics import *
@@ -43,12 +44,11 @@ def learner(cbs=()):
     return learn
 
 class Dies(Callback):
-    "Ends by SIGKILL, a pool with its parent, after so many training batches as the environment says"
+    "Ends by SIGKILL, a pool with its parent, at the fit and training batch that the environment says, or at the first that it sees after it"
     order,run_valid = 2000,False
     def after_batch(self):
-        left,parent = map(int, os.environ['KILL'].split())
-        os.environ['KILL'] = f'{left-1} {parent}'
-        if left==1: die(parent)
+        fit,batch,parent = map(int, os.environ['KILL'].split())
+        if (self.learn.checkpoint_run.fits,self.train_iter)>=(fit,batch): die(parent)
 
 def die(parent):
     for pid in (parent, os.getpid()): os.kill(pid, signal.SIGKILL)
@@ -98,25 +98,27 @@ def differences(a, b):
 
 # ---- one run of it, in a process of its own
 
-def on_rank(rank, schedule, n, every):
+def on_rank(rank, schedule, every, dies, fit_done):
     "The part of a launched script on one rank; they are threads here, which share a random state, so one begins after the other"
     for r in (1, 0):
-        if rank==r: learn = learner([resume_from('run', every=every), *([Dies()] if n and not rank else [])])
+        if rank==r: learn = learner([resume_from('run', every=every), *([Dies()] if dies and not rank else [])])
         barrier()
     learn.to_tpu_distributed()
-    fits(learn, schedule, False)
+    fits(learn, schedule, False, noop if rank else fit_done)
     return outcome(learn) if rank==0 else None
 
-def train(form, schedule, every, n=None, fit=None):
-    "Train in this process, until batch `n` or until fit number `fit` is done"
+def train(form, schedule, every, at=None, fit=None):
+    "Train in this process, until `at`, a fit and a batch, or until fit number `fit` is done"
     pid = os.getpid()
-    os.environ['KILL'] = f'{n} {pid}'
-    if form=='script': return tpu_launch(on_rank, schedule, n, every, n_cores=2)[0]
-    learn = learner([resume_from('run', every=every), *([Dies()] if n else [])])
+    if at: os.environ['KILL'] = f'{at[0]} {at[1]} {pid}'
+    def fit_done(i):
+        if i==fit: die(pid)
+    if form=='script': return tpu_launch(on_rank, schedule, every, bool(at), fit_done, n_cores=2)[0]
+    learn = learner([resume_from('run', every=every), *([Dies()] if at else [])])
     if form=='to_tpu': learn.to_tpu()
     elif form=='fsdp': learn.to_tpu_sharded(fsdp=int(os.environ.get('KILLS_FSDP', 8)))
     else: learn.to_tpu_distributed(n_cores=2)
-    return outcome(fits(learn, schedule, form!='pool', lambda i: die(pid) if i==fit else None))
+    return outcome(fits(learn, schedule, form!='pool', fit_done))
 
 def start(folder, *args, **kwargs):
     "Start `train` in a fork of this process, which has a session and a folder of its own; returns its id"
@@ -143,21 +145,39 @@ def result(folder, *args, **kwargs):
     if code := wait(start(folder, *args, **kwargs)): raise RuntimeError(f"exit {code}\n{(folder/'log').read_text()}")
     return torch.load(folder/'res.pth', weights_only=False)
 
+def timed(folder, *args):
+    "The same, and the seconds from its first checkpoint to its end"
+    pid = start(folder, *args)
+    while not (folder/'run').exists() and os.waitid(os.P_PID, pid, os.WEXITED|os.WNOHANG|os.WNOWAIT) is None: time.sleep(.01)
+    began = time.monotonic()
+    if code := wait(pid): raise RuntimeError(f"exit {code}\n{(folder/'log').read_text()}")
+    return torch.load(folder/'res.pth', weights_only=False),time.monotonic()-began
+
 # ---- deaths
 
 def chained(tmp, form, schedule, deaths, every=1):
     "The differences of a run that dies at each of `deaths` from one that does not"
     whole = result(tmp/'whole', form, schedule, every)
     for o in deaths:
-        kw = dict(fit=int(o[3:])) if o.startswith('fit') else dict(n=int(o))
+        kw = dict(fit=int(o[3:])) if o.startswith('fit') else dict(at=tuple(map(int, o.split('.'))))
         code = wait(start(tmp/'killed', form, schedule, every, **kw))
         newest = sorted(o.name for o in (tmp/'killed/run').glob('fit*'))[-1:]
-        print(f"  {o}: exit {code}, {newest}", flush=True)
+        print(f"  {o}: {'killed' if code else 'ended'}, the newest checkpoint is {''.join(newest) or 'not there'}", flush=True)
         assert code in (0, -signal.SIGKILL), (tmp/'killed/log').read_text()
         if not code: break
-        time.sleep(1)
-    if not code: return differences(whole, torch.load(tmp/'killed/res.pth', weights_only=False))
-    return differences(whole, result(tmp/'killed', form, schedule, every))
+        if form in ('pool','script'): time.sleep(5) # until the replicas have noticed
+    return differences(whole, result(tmp/'killed', form, schedule, every) if code else torch.load(tmp/'killed/res.pth', weights_only=False))
+
+def chained_table(every):
+    "Each form, each schedule, dies at batch 3 and 4 of its first fit and at its end"
+    n = 0
+    for form,schedule in [(f,s) for s in schedules for f in forms]:
+        with tempfile.TemporaryDirectory() as d:
+            print(form, schedule, flush=True)
+            diff = chained(Path(d), form, schedule, ('0.3','0.4','fit1'), every)
+            print(f"  {diff or 'equal'}", flush=True)
+            n += not diff
+    print(f'{n} of {len(forms)*len(schedules)} trainings that died three times equal the whole one bit for bit')
 
 def is_writing(run): return any(o.name.startswith('.fit') for o in run.iterdir()) if run.exists() else False
 
@@ -191,12 +211,11 @@ def table(n, seed):
         for i in range(n):
             o = combos[i%len(combos)]
             if o not in wholes:
-                began = time.monotonic()
-                wholes[o] = result(Path(d)/'-'.join(o), *o, 2),time.monotonic()-began
+                wholes[o] = timed(Path(d)/'-'.join(o), *o, 2)
             folder,(whole,seconds) = Path(d)/str(i),wholes[o]
             kills = []
             for _ in range(rnd.choice([1,1,2,3])):
-                code,writing = kill_at_random(folder, rnd, seconds*.8, i%2==0, *o, 2)
+                code,writing = kill_at_random(folder, rnd, seconds*.9, (i+i//len(combos))%2==0, *o, 2)
                 if not code: break
                 kills.append('writing' if writing else 'training')
             try: diff = differences(whole, result(folder, *o, 2) if code else torch.load(folder/'res.pth', weights_only=False))
@@ -211,7 +230,7 @@ def fuzz(n, seed):
     r = random.Random(seed)
     for i in range(n):
         form,schedule,every = r.choice(forms),r.choice(schedules),r.choice([1,2,3,None])
-        deaths = [r.choice([str(r.randint(1,10)), str(r.randint(1,10)), 'fit1']) if form!='script' else str(r.randint(1,10)) for _ in range(r.randint(1,4))]
+        deaths = sorted(r.choice([f'0.{r.randint(1,8)}', f'1.{r.randint(1,8)}', 'fit1']) for _ in range(r.randint(1,4)))
         os.environ.pop('PLAIN', None)
         if r.random()<.5: os.environ['PLAIN'] = '1'
         with tempfile.TemporaryDirectory() as d:
@@ -221,13 +240,15 @@ def fuzz(n, seed):
 
 def main():
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument('--at', nargs='+', metavar='X', help='form, schedule, and batches or fits (as `fit1`) at which it dies')
+    p.add_argument('--at', nargs='+', metavar='X', help='form, schedule, and fits and batches (as `0.3`) or ends of fits (as `fit1`) at which it dies')
+    p.add_argument('--chained', action='store_true', help='each form dies three times in a row')
     p.add_argument('--fuzz', type=int, help='so many random chains of deaths')
     p.add_argument('--n', type=int, default=20)
     p.add_argument('--seed', type=int, default=0)
     p.add_argument('--every', type=int, default=1)
     args = p.parse_args()
     if args.fuzz: return fuzz(args.fuzz, args.seed)
+    if args.chained: return chained_table(args.every)
     if not args.at: return table(args.n, args.seed)
     tmp = Path(tempfile.mkdtemp())
     try: print(chained(tmp, *args.at[:2], args.at[2:], args.every) or 'equal')

@@ -108,6 +108,22 @@ def by_epoch():
     assert left==['fit01-epoch0001-batch0000000']
     equal(l, plain, res)
 
+def waiting():
+    "Gradients that wait for a step at the end of an epoch and of a fit"
+    l = names()
+    def f(cbs=()):
+        learn = learner(l, lambda o: o.to_tpu(), cbs)
+        l.set_seed(3)
+        with learn.no_bar(), learn.no_logging():
+            for n in (1,2): learn.fit(n, 1e-2, cbs=l.GradientAccumulation(24))
+        return outcome(l, learn)
+    plain = f()
+    for at,newest in ((12,'fit01-epoch0000-batch0000000'), (24,'fit01-epoch0001-batch0000000')):
+        l.shutil.rmtree('run', ignore_errors=True)
+        with pytest.raises(KeyboardInterrupt): f([l.TPUCheckpoint('run'), dying(l, at, killed)])
+        assert sorted(os.listdir('run'))[-1]==newest
+        equal(l, plain, f([l.resume_from('run')]))
+
 def texts():
     "The hidden state of an RNN and the order of texts that go on from batch to batch"
     l = names()
@@ -179,6 +195,9 @@ def pool():
     res,left = again(l, place, 8, press, l.LaunchInterrupt)
     assert left[-1].startswith('fit01-epoch0000') and not left[-1].endswith('0')
     equal(l, plain, res)
+    res,left = again(l, place, 13, lambda: time.sleep(1) or 1/0, l.LaunchError, every=None)
+    assert left[-1]=='fit01-epoch0001-batch0000000'
+    equal(l, plain, res)
 
 def replica(rank, cbs, at):
     "A script's part on one rank, which dies at batch `at`"
@@ -227,7 +246,7 @@ def main(group, *args):
 
 # ---- tests
 
-@pytest.mark.parametrize('group', ['one,by_epoch,texts,settings','sharded,formats','pool,ranks'])
+@pytest.mark.parametrize('group', ['one,by_epoch,waiting,texts,settings','sharded,formats','pool,ranks'])
 def test_group(group):
     res = run(__file__, group, **FLAGS)
     assert res.returncode==0, f'exit {res.returncode}\n{res.stdout}\n{res.stderr}'

@@ -1,5 +1,6 @@
 "Checkpoints that are damaged, malicious, shared, in object storage, on a full disk; and steps that do not wait for them."
 import os, resource, signal, socket, subprocess, sys, threading, time, warnings
+from functools import partial
 from pathlib import Path
 
 import pytest, torch
@@ -47,14 +48,33 @@ def test_nothing_is_executed(trained, tmp_path):
         assert not ran and not loaded.startswith('bare') and not resumed.startswith('bare'), (name, loaded, resumed)
     assert not (tmp_path/'executed').exists()
 
-def test_old_checkpoints(tmp_path):
-    "of torch.distributed.checkpoint, whose metadata is a pickle, are read by who trusts them"
-    import torch.distributed.checkpoint as dcp
-    a,b = fit(),bench.learner()
-    dcp.save(to_host(learner_state(a)), storage_writer=dcp.FileSystemWriter(tmp_path/'old'), no_dist=True)
-    with pytest.raises(DamagedCheckpoint, match='`allow_pickle=True` reads it'): b.load_sharded(tmp_path/'old')
-    b.load_sharded(tmp_path/'old', allow_pickle=True)
+def write_old(learn, folder, mark):
+    "In the format before this one, with a `progress.pkl` that would make the folder `mark`"
+    import json, pickle, torch.distributed.checkpoint as dcp
+    dcp.save(to_host(learner_state(learn)), storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+    (folder/'progress.pkl').write_bytes(pickle.dumps([bench.Payload(mark)]))
+    (folder/'position.json').write_text(json.dumps(dict(fit=0, epoch=1, batch=0, trained=False, run_id='a', n_ranks=1)))
+
+def test_old_checkpoints(tmp_path, capsys):
+    "have metadata and progress as pickles: who trusts them reads model and optimizer, or begins with the weights; no training goes on from them"
+    a,run = fit(),tmp_path/'run'
+    old = run/'fit00-epoch0001-batch0000000'
+    write_old(a, old, tmp_path/'executed')
+    def begin(f, **kwargs):
+        learn = bench.learner('.', f(**kwargs)).to_tpu()
+        with learn.no_bar(), learn.no_logging(): learn.fit(1, 0.)
+        return learn
+    new = partial(resume_from, tmp_path/'new')
+    for f in (lambda: bench.learner().load_sharded(old), lambda: begin(partial(resume_from, run)), lambda: begin(new, init_from=run), lambda: begin(new, init_from=old)):
+        with pytest.raises(DamagedCheckpoint, match='`allow_pickle=True` reads it'): f()
+    b = bench.learner().load_sharded(old, allow_pickle=True)
     assert equal(a, b) and all(torch.equal(a.opt.state[p]['sqr_avg'].cpu(), b.opt.state[q]['sqr_avg']) for p,q in zip(a.model.parameters(), b.model.parameters()))
+    with pytest.raises(DamagedCheckpoint, match=r'of an earlier version, from which only the weights go on: `resume_from\(.*, init_from=.*, allow_pickle=True\)` begins'):
+        begin(partial(resume_from, run, allow_pickle=True))
+    for i,path in enumerate((run, old)):
+        assert equal(a, begin(partial(resume_from, tmp_path/f'new{i}', init_from=path, allow_pickle=True)))
+        assert f'Starting with the weights of {old}' in capsys.readouterr().out
+    assert not (tmp_path/'executed').exists()
 
 # ---- where
 

@@ -60,7 +60,8 @@ def read_settings(
     "What the user had written, from a checkpoint"
     try: return json.loads(progress_file(folder, 0).with_suffix('.settings.json').read_text())
     except FileNotFoundError:
-        raise DamagedCheckpoint(f"{folder} does not say how it was made, as those of earlier versions: `init_from=` takes its weights.") from None
+        raise DamagedCheckpoint(f"{folder} is of an earlier version, from which only the weights go on: "
+            f"`resume_from(another folder, init_from={str(folder)!r}, allow_pickle=True)` begins with them.") from None
 
 # %% ../../nbs/87_checkpoint.goal.ipynb #goal
 @dataclass

@@ -9,7 +9,7 @@ __all__ = ['note_config', 'LoaderState', 'PackedProgress', 'Progress']
 
 # %% ../../nbs/85_checkpoint.progress.ipynb #imports
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 import torch
 from ..runtime.device import xla_device, xm, xr
@@ -24,6 +24,7 @@ from ..train.meters import DeviceMetric, DeviceSmoothLoss
 from ..train.on_device import settled, stock_metric
 from ..train.trainer import TPUTrainer
 from .types import register_type
+from .sharded import sender
 from .codec import decode, encode, encode_states, read_encoded, write_encoded
 from .fingerprint import args_of_init, made_as, moved, note_made, own_cbs, without_notes
 
@@ -117,6 +118,7 @@ class _Rest:
     frozen:int # Parameter groups that are frozen
     learn:dict # Counters of the Learner
     made:dict # Of arguments that training has moved, what tells what they were at first
+    waiting:dict=field(default_factory=dict) # Gradients that wait for a step, by name
 
     @classmethod
     def of(cls, learn, start, made):
@@ -125,7 +127,7 @@ class _Rest:
         learns = {k: t.requires_grad for k,t in model_tensors(learn).items()}
         counters = {k: settled(vars(learn)[k]) for k in _counters if k in vars(learn)}
         return cls(start, LoaderState.of(learn), rng_state(), xm.get_rng_state(str(xla_device())), kept, buffers, with_grad(learn), learns,
-            learn.opt.frozen_idx, counters, made)
+            learn.opt.frozen_idx, counters, made, to_host({k: t.grad for k,t in model_tensors(learn).items() if t.grad is not None}))
 
 # %% ../../nbs/85_checkpoint.progress.ipynb #packed
 def _settle(learn):
@@ -221,5 +223,7 @@ def _restore_model(learn, rest):
         t.requires_grad_(rest.learns[k])
         t.grad = None
         if k in rest.grads: remember_zeros(t)
+    waiting = {t: rest.waiting[k] for k,t in model_tensors(learn).items() if k in rest.waiting and on_xla(t)}
+    for t,g in zip(waiting, sender(learn)([*waiting.values()], [*waiting])): t.grad = g
     learn.opt.frozen_idx = rest.frozen
     for b,o in zip([b for m in learner_modules(learn) for b in m.buffers()], rest.buffers or []): b.copy_(o.to(b.device))

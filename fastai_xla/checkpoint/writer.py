@@ -20,6 +20,8 @@ from ..runtime.ranks import from_main, gather_objects, is_main, world_size
 from ..runtime.signals import first_signal
 from ..runtime.args import check_bool, check_choice, check_int, check_number
 from ..patches.learner import XLACallback, whole_model
+from ..distributed.fsdp_trainer import TPUFSDPTrainer
+from ..sharding.trainer import TPUShardedTrainer
 from ..storage.lease import Background, check_room, InUse, Lease
 from ..storage.pieces import check_finite, NonFiniteWeights
 from .store import CheckpointStore, KeepPolicy, Position
@@ -42,7 +44,7 @@ class CheckpointError(RuntimeError): "A checkpoint could not be written"
 
 class CheckpointFiles(XLACallback):
     "Writes what it is given, in the background"
-    order,lease = 900,None
+    order,lease = 1100,None # after the events of a pool, which exchange something at the end of an epoch
 
     def _say(self, msg):
         if is_main(): print(msg)
@@ -191,24 +193,37 @@ class CheckpointWriter(CheckpointSaver):
         c.look_at = c.batches + max(1, int(c.batches*(60*self.minutes/max(past, 1e-6)-1)/2))
         return past>=60*self.minutes
 
+    def _loses_grads(self):
+        "Would gradients that wait for a step not be the same after a save now? Parts do not come back from the whole, nor how they were spread"
+        return has_grads(self.opt) and bool(self.learn._grab_cbs((TPUFSDPTrainer,TPUShardedTrainer)))
+
     def after_train(self):
-        if self.active and world_size()==1: self.trained = self.n_iter,self.take_progress()
+        if not self.active or self._loses_grads(): self.trained = None
+        else:
+            with whole_model(self.learn): self.trained = self.n_iter,self.take_progress()
+
+    def _save_trained(self):
+        "Write what the epoch's training had come to"
+        if not self.trained: return
+        self._save(Position(self.run_record.fits, self.epoch, self.trained[0], trained=True), self.trained[1])
 
     def _leave_validation(self):
-        if not self.signal: return
-        batch,progress = self.trained
-        self._save(Position(self.run_record.fits, self.epoch, batch, trained=True), progress)
+        if not self.signal or not self.trained: return
+        self._save_trained()
         self._heed()
 
     def after_epoch(self):
         if not self.active or self.epoch+1>=self.n_epoch: return
-        if not self.signal and not (self.epochs and (self.epoch+1)%self.epochs==0): return
+        self.due |= bool(self.epochs and (self.epoch+1)%self.epochs==0)
+        if not (self.due or self.signal) or self._loses_grads(): return
+        self.due = False
         self._save(Position(self.run_record.fits, self.epoch+1))
         self._heed()
 
     def on_stop(self):
         "Ctrl-C in a pool: every rank comes here after the same batch"
         self.stopped = True
-        if not self.active or has_grads(self.opt): return
-        self._save_here()
+        if not self.active: return
+        if not self.training: self._save_trained()
+        elif not has_grads(self.opt): self._save_here()
         self.finish()
