@@ -221,6 +221,13 @@ class Arrived:
 # %% ../../nbs/53_launch.carry.ipynb #c6b1bf5d
 class Arrival(Arrived):
     "What has come, and what of it goes home"
+    def __init__(self,
+        watch:bool, # Does what becomes of it go home?
+        patches=None # The `Arrival` of the notebook's patches, which all replicas of a process share
+    ):
+        super().__init__(watch)
+        self.patches = patches
+
     def _dump(self, changed):
         names = {(key,k) for key,k,_ in changed}
         held = {r: contents(o) for o in self.held if (r := self.refs[id(o)])[:2] in names}
@@ -234,10 +241,14 @@ class Arrival(Arrived):
 
     def home(self):
         "What has changed, as (names that both sides know, pickle, names of what cannot go home); None if nothing has"
-        if not (changed := [*self._changed()] if self.watch else []): return
+        if not self.watch: return
+        changed,stays = [*self._changed()],[*_names(self.patches._changed(), ', by a `@patch`ed method')] if self.patches else []
+        if not changed and not stays: return
         goes = [o for o in changed if self._goes(*o)]
         order = [(*k, types) for k,(_,_,types) in self.seen.items()]
-        return order, self._dump(goes), [f"{k.split()[-1]} ({type(v).__name__})" for key,k,v in changed if not self._goes(key, k, v)]
+        return order, self._dump(goes), [*_names(o for o in changed if not self._goes(*o)), *stays]
+
+def _names(changes, how=''): return (f"{k.split()[-1]} ({type(v).__name__}{how})" for _,k,v in changes)
 
 def spare(objects):
     "The state of `objects` goes home by another way"

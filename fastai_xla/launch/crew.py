@@ -24,7 +24,7 @@ def _state():
         try: return bool(dumps(o))
         except Exception: return False
     settings = settings_now()
-    settings['fastai'] = {k: v for k,v in settings.get('fastai', {}).items() if goes(v)}
+    for k in ('fastai','pandas'): settings[k] = {n: v for n,v in settings.get(k, {}).items() if goes(v)}
     return dumps((settings, [o for o in users_patches() if goes(o)]))[0]
 
 def pack_run(

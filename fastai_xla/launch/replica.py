@@ -54,7 +54,7 @@ _here,_process = threading.local(),None
 class _Process:
     "What the replicas of one process share: the way to the parent, what is to be run, and when to stop"
     def __init__(self, conn):
-        self.conn,self.rank,self.pid = conn,0,os.getpid()
+        self.conn,self.rank,self.pid,self.patches = conn,0,os.getpid(),None
         self.lock,self.jobs,self.vote,self.loans = threading.Lock(),queue.SimpleQueue(),StopVote(),Loans()
 
     def send(self, msg):
@@ -98,7 +98,7 @@ def stop_requested():
 def _run(call):
     "One replica's part of a run: call the function and send what it returned or raised"
     p,_here.rank = _process,xr.global_ordinal()
-    arrival.now = Arrival(_here.rank==0)
+    arrival.now = Arrival(_here.rank==0, p.patches)
     try:
         fn,args = loads(call)
         res = fn(_here.rank, *args)
@@ -127,6 +127,14 @@ def _forget_edited():
             read = os.stat(m.__file__).st_mtime_ns
             if _read.setdefault(m.__name__, read)!=read: del sys.modules[m.__name__],_read[m.__name__]
 
+def _take_state(state, loans):
+    "Have here what the notebook has set and patched in libraries"
+    arrival.now = _process.patches = Arrival(_process.rank==0)
+    try: settings,patches = loads(state)
+    finally: arrival.now = None
+    for o in patches: loans.put(*o)
+    apply_settings(settings)
+
 def _take(replicate, run):
     "Do one `Run` on the replicas of this process"
     _forget_edited()
@@ -135,9 +143,9 @@ def _take(replicate, run):
     linecache.cache.update(run.sources)
     for o in run.modules: importlib.import_module(o)
     with Loans() as loans:
-        for o in loads(run.state)[1] if run.state else (): loans.put(*o)
-        if run.state: apply_settings(loads(run.state)[0])
+        if run.state: _take_state(run.state, loans)
         replicate(partial(_run, run.call))
+    _process.patches = None
     _forget_edited()
     gc.collect()
     xm.wait_device_ops()

@@ -111,7 +111,7 @@ def is_atom(v): return v is None or isinstance(v, (bool,int,float,complex,str,by
 
 def slots(owner):
     "What `owner` holds by name: globals, attributes of a class, or attributes and shared variables of a function"
-    if isinstance(owner, dict): return {k: v for k,v in owner.items() if k[:2]!='__'}
+    if isinstance(owner, dict): return {k: v for k,v in [*owner.items()] if k[:2]!='__'}
     res = {k: v for k,v in vars(owner).items() if k[:2]!='__' and not hasattr(type(v), '__get__')}
     if isinstance(owner, type): return res
     for k,cell in zip(owner.__code__.co_freevars, owner.__closure__ or ()):
