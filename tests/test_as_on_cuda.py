@@ -79,6 +79,32 @@ def test_a_perceptual_loss():
     close(outcome(mk(8)), outcome(mk(8).to_tpu()))
     close(outcome(mk(16)), on_replicas(mk))
 
+class StaysInTraining(Callback):
+    "As the generator of a GAN does"
+    def before_validate(self): self.model.train()
+
+def in_training(bs):
+    "The last batch of the validation is half a batch"
+    learn = regularized(bs)
+    learn.loss_func,learn.dls.loaders[1] = CrossEntropyLossFlat(),DataLoader(vectors(20, seed=1), bs=8)
+    learn.model[1] = nn.BatchNorm1d(16)
+    learn.add_cb(StaysInTraining())
+    return learn
+
+def test_padding_stays_out_of_a_batchnorm_in_training():
+    close(outcome(in_training(8)), outcome(in_training(8).to_tpu()))
+    def valid(learn): return [float(o) for o in quiet(learn, learn.validate)]
+    learns = [in_training(8) for _ in range(2)]
+    close(valid(in_training(8)), run_replicas(lambda rank: valid(learns[rank].to_tpu_distributed()), n=2)[0])
+
+def test_padding_stays_where_it_does_no_harm():
+    "So that the last batch runs the graph of the others"
+    learn,seen = in_training(8).to_tpu(),[]
+    learn.remove_cbs(StaysInTraining)
+    learn.model[0].register_forward_hook(lambda m,i,o: seen.append(len(o)))
+    quiet(learn, learn.validate)
+    assert seen==[8]*3
+
 # ---- GRU
 
 class Reads(Module):

@@ -18,7 +18,7 @@ from cloudpickle import cloudpickle as cp
 from fastai.basics import Callback, DataLoader, DataLoaders, Learner
 from torch import nn
 from ..runtime.users import travelled, users_module
-from ..runtime.values import contents, digest, is_atom, parts, slots, walk
+from ..runtime.values import contents, digest, found, is_atom, parts, slots
 
 # %% ../../nbs/53_launch.carry.ipynb #names
 class _Now(threading.local): now = None
@@ -172,12 +172,6 @@ class _HomePickler(ValuePickler):
         if isinstance(o, _theirs): raise TypeError(f'a {type(o).__name__}')
         return super().reducer_override(o)
 
-def found(v, seen):
-    "What is in `v` on both sides: plain data, or a module with its weights"
-    if not isinstance(v, nn.Module): return walk(v, seen=seen)
-    seen.add(id(v))
-    return [v]
-
 # %% ../../nbs/53_launch.carry.ipynb #arrived
 class Arrived:
     "What has come by value to one replica in one run; as a context, in which something comes"
@@ -221,13 +215,7 @@ class Arrived:
 # %% ../../nbs/53_launch.carry.ipynb #c6b1bf5d
 class Arrival(Arrived):
     "What has come, and what of it goes home"
-    def __init__(self,
-        watch:bool, # Does what becomes of it go home?
-        patches=None # The `Arrival` of the notebook's patches, which all replicas of a process share
-    ):
-        super().__init__(watch)
-        self.patches = patches
-
+    patches = None # the `Arrival` of the notebook's patches, which the replicas of a process share
     def _dump(self, changed):
         names = {(key,k) for key,k,_ in changed}
         held = {r: contents(o) for o in self.held if (r := self.refs[id(o)])[:2] in names}

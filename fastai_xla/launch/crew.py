@@ -13,8 +13,8 @@ from contextlib import suppress
 from multiprocessing.connection import Pipe, wait
 from fastcore.imports import noop
 from ..runtime.users import settings_now, users_patches
-from ..runtime.values import put_slot, refill, slots
-from .carry import dumps, found, owner_here
+from ..runtime.values import found, put_slot, refill, slots
+from .carry import dumps, owner_here
 from .wire import Asked, Hold, LaunchError, LaunchInterrupt, Run, StopAt, unpicklable_error
 
 # %% ../../nbs/56_launch.crew.ipynb #pack-run

@@ -98,7 +98,8 @@ def stop_requested():
 def _run(call):
     "One replica's part of a run: call the function and send what it returned or raised"
     p,_here.rank = _process,xr.global_ordinal()
-    arrival.now = Arrival(_here.rank==0, p.patches)
+    arrival.now = Arrival(_here.rank==0)
+    arrival.now.patches = p.patches
     try:
         fn,args = loads(call)
         res = fn(_here.rank, *args)

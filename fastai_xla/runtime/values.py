@@ -52,6 +52,12 @@ def walk(
         todo += reversed(held)
     return res
 
+def found(v, seen):
+    "What is in `v` on both sides: plain data, or a module with its weights"
+    if not isinstance(v, nn.Module): return walk(v, seen=seen)
+    seen.add(id(v))
+    return [v]
+
 # %% ../../nbs/09_runtime.values.ipynb #refill
 def contents(
     o # From `walk`
