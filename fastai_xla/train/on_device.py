@@ -20,6 +20,7 @@ from ..patches.learner import XLACallback
 from ..data.placement import TfmPlacement
 from ..data.loader import XLADL
 from ..data.rng import kept_rng
+from ..models.norms import lend_weight_norms
 from ..models.text import lend_text, pads_text
 from ..models.timm import lend_timm
 from .move import HostValues, move_learner, opt_states, placed_tensors, Renewal
@@ -196,7 +197,7 @@ class OnDevice(DevicePhases):
         self.loans.give_back()
         lend_stand_ins(self.learn, self.loans)
         if self.opt is not None: lend_step(self.opt, self.loans)
-        for f in (lend_text, lend_timm): f(self.model, self.loans)
+        for f in (lend_text, lend_timm, lend_weight_norms): f(self.model, self.loans)
 
     def _start(self, pad):
         "Get ready for a loop over batches, padded or not"
