@@ -201,6 +201,18 @@ def test_float64_is_told_in_words_and_spoils_nothing():
     quiet(learn, learn.fit, 1)
     assert all(o.isfinite().all() for o in learn.recorder.losses)
 
+class Widens(Module):
+    "Half of it in float64, which torch refuses on the host, and XLA when it compiles"
+    def __init__(self): self.lin,self.wide = nn.Linear(8, 3),True
+    def forward(self, x): return F.linear(x.double() if self.wide else x, self.lin.weight, self.lin.bias)
+
+def test_a_graph_that_fails_spoils_no_later_one():
+    learn = twin(lambda: Learner(dls_of(vectors(24), vectors(24)), Widens(), loss_func=CrossEntropyLossFlat()), tpu=True)
+    with pytest.raises(RuntimeError, match='XLA could not run the graph of this step.*load them, or build the Learner again'): quiet(learn, learn.fit, 1)
+    good = twin(tpu=True)
+    quiet(good, good.fit, 1)
+    assert all(o.isfinite().all() for o in good.recorder.losses)
+
 # ---- loaders outside a fit
 
 def test_the_loaders_of_a_learner_yield_on_the_device():

@@ -63,6 +63,7 @@ def _is_dead(t):
 def bury(
     learn, # A Learner in whose phase an exception was raised
     known=(), # What its tensors were before, on the host, by `id`
+    shapes=(), # Of its tensors, by `id`: one without a value does not know its own
 ):
     "Give the tensors of `learn` that a failed graph has left without a value what they were, or NaN; is one of them NaN? None if there are none"
     for st in [] if learn.opt is None else opt_states(learn.opt):
@@ -72,7 +73,7 @@ def bury(
     for t in ts:
         if t.is_leaf and t.grad is not None and _is_dead(t.grad): t.grad = None
     for t in dead:
-        h = known[id(t)] if id(t) in known else torch.full(t.shape, float('nan') if t.dtype.is_floating_point else 0, dtype=t.dtype)
+        h = known[id(t)] if id(t) in known else torch.full(shapes[id(t)], float('nan') if t.dtype.is_floating_point else 0, dtype=t.dtype)
         t.data = send([h], t.device)[0]
     return any(id(t) not in known for t in dead) if dead else None
 
@@ -131,7 +132,7 @@ class DevicePhases(XLACallback):
         TfmPlacement(None, batch_tfms)
         self.batch_tfms,self.queue,self.loans = batch_tfms,HostQueue(fetch_every),Loans()
         self._dls,self._told,self._since = None,False,None
-        self.renewal,self.values,self.at_home,self.mixed,self.fed = Renewal(),HostValues(),False,False,[]
+        self.renewal,self.values,self.at_home,self.mixed,self.fed,self.shapes = Renewal(),HostValues(),False,False,[],{}
 
     @property
     def tfm_placement(self):
@@ -146,7 +147,7 @@ class DevicePhases(XLACallback):
             if phase=='validate' and self.alone and is_one_sample(self.dl): self._run_at_home(f, rest)
             else: rest(f)
         except Exception as e:
-            lost = bury(self.learn, self.values.hosts if self.mixed else ())
+            lost = bury(self.learn, self.values.hosts if self.mixed else (), self.shapes)
             if lost is None: raise
             traceback.clear_frames(e.__traceback__) # they hold tensors of the graph
             self.learn._end_cleanup()
@@ -176,6 +177,7 @@ class OnDevice(DevicePhases):
         "Put model and optimizer on the device; until `release`, `dls.device` is the device too, as fastai expects"
         move_learner(self.learn, self.device)
         self._renew()
+        self.shapes = {id(t): t.shape for t in placed_tensors(self.learn).values()}
         if self.alone: self.feed()
         if self._dls is None: self._dls,self._home = self.dls,vars(self.dls).get('_device', _missing)
         self._dls._device = self.device
