@@ -128,11 +128,13 @@ def test_gru(tmp_path):
 
 def test_a_batch_that_is_one_bare_tensor():
     samples = vectors(24)
-    def f(tpu):
-        learn = twin(lambda: Learner(DataLoaders(DataLoader(samples, bs=8), DataLoader(samples, bs=8)), nn.Linear(8,3), loss_func=CrossEntropyLossFlat()), tpu=tpu)
-        quiet(learn, learn.fit, 1)
-        return quiet(learn, learn.get_preds, dl=learn.dls.test_dl([samples[0][0]]))
-    close(f(False), f(True))
+    def mk(tpu=False):
+        return twin(lambda: Learner(DataLoaders(DataLoader(samples, bs=8), DataLoader(samples, bs=8)), nn.Linear(8,3), loss_func=CrossEntropyLossFlat()), tpu=tpu)
+    def f(learn): return quiet(learn, learn.get_preds, dl=learn.dls.test_dl([samples[0][0]]))
+    for learn in (plain := mk(), tpu := mk(True)): quiet(learn, learn.fit, 1)
+    close(f(plain), f(tpu))
+    learns = [mk() for _ in range(2)]
+    close(f(mk()), run_replicas(lambda rank: f(learns[rank].to_tpu_distributed()), n=2)[0])
 
 def test_predict_compiles_nothing():
     plain,tpu = twin(image_learner, tfms=[Flip(p=.5)]),twin(image_learner, tpu=True, tfms=[Flip(p=.5)])

@@ -54,7 +54,7 @@ _here,_process = threading.local(),None
 class _Process:
     "What the replicas of one process share: the way to the parent, what is to be run, and when to stop"
     def __init__(self, conn):
-        self.conn,self.rank,self.pid,self.patches = conn,0,os.getpid(),None
+        self.conn,self.rank,self.pid = conn,0,os.getpid()
         self.lock,self.jobs,self.vote,self.loans = threading.Lock(),queue.SimpleQueue(),StopVote(),Loans()
 
     def send(self, msg):
@@ -99,7 +99,6 @@ def _run(call):
     "One replica's part of a run: call the function and send what it returned or raised"
     p,_here.rank = _process,xr.global_ordinal()
     arrival.now = Arrival(_here.rank==0)
-    arrival.now.patches = p.patches
     try:
         fn,args = loads(call)
         res = fn(_here.rank, *args)
@@ -130,7 +129,7 @@ def _forget_edited():
 
 def _take_state(state, loans):
     "Have here what the notebook has set and patched in libraries"
-    arrival.now = _process.patches = Arrival(_process.rank==0)
+    arrival.now = Arrival.patches = Arrival(_process.rank==0)
     try: settings,patches = loads(state)
     finally: arrival.now = None
     for o in patches: loans.put(*o)
@@ -146,7 +145,7 @@ def _take(replicate, run):
     with Loans() as loans:
         if run.state: _take_state(run.state, loans)
         replicate(partial(_run, run.call))
-    _process.patches = None
+    Arrival.patches = None
     _forget_edited()
     gc.collect()
     xm.wait_device_ops()

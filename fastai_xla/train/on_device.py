@@ -70,8 +70,7 @@ def bury(
         for p in [p for p,s in st.items() if any(on_xla(v) and _is_dead(v) for v in s.values())]: del st[p] # it begins anew
     ts = list(placed_tensors(learn).values())
     dead,learn.loss_grad = [t for t in ts if _is_dead(t)],None
-    for t in ts:
-        if t.is_leaf and t.grad is not None and _is_dead(t.grad): t.grad = None
+    for t in [t for t in ts if t.is_leaf and t.grad is not None and _is_dead(t.grad)]: t.grad = None
     for t in dead:
         h = known[id(t)] if id(t) in known else torch.full(shapes[id(t)], float('nan') if t.dtype.is_floating_point else 0, dtype=t.dtype)
         t.data = send([h], t.device)[0]
@@ -175,9 +174,8 @@ class OnDevice(DevicePhases):
 
     def _hold(self):
         "Put model and optimizer on the device; until `release`, `dls.device` is the device too, as fastai expects"
-        move_learner(self.learn, self.device)
+        self.shapes = {id(t): t.shape for t in placed_tensors(move_learner(self.learn, self.device)).values()}
         self._renew()
-        self.shapes = {id(t): t.shape for t in placed_tensors(self.learn).values()}
         if self.alone: self.feed()
         if self._dls is None: self._dls,self._home = self.dls,vars(self.dls).get('_device', _missing)
         self._dls._device = self.device

@@ -78,10 +78,8 @@ class TPUTrainer(CompileTeller):
 
     def before_batch(self):
         super().before_batch()
-        if not self.at_home and self.dl.n_real is not None and mixes_samples(self.model): self._cut()
+        if not self.at_home and self.dl.n_real is not None and mixes_samples(self.model): self.learn.xb,self.learn.yb = self.dl.trim((self.xb, self.yb))
         if self.check: self.check.listen([self.xb, self.yb], self.dl.changed, self.dl.placement.tfms)
-
-    def _cut(self): self.learn.xb,self.learn.yb = self.dl.trim((self.xb, self.yb))
 
     def after_loss(self):
         if self.check: self.check.learn()
