@@ -7,8 +7,8 @@
 The cases stand in faithful_cases.py, which runs as `__main__` in a process for each form, as a notebook does. A batch has the same samples
 in each form: on the pool each core gets its share of it, with `sync_bn=True`. Losses, metrics, predictions in their order, weights and texts
 are compared. A cell says `equal`, with the largest difference, relative to the largest value of its kind where that is above 1; or the reason
-why it is not. Where cores draw for themselves, the case is compared without draws too. The exit status is 1 if a cell is neither equal nor
-explained.
+why it is not; then the case is compared without its cause too: without draws, where cores draw for themselves. The exit status is 1 if a cell
+is neither equal nor explained.
 """
 import os, pickle, subprocess, sys, time
 from argparse import ArgumentParser
@@ -74,9 +74,9 @@ def cell(form, ref, got):
     reason,runs,tol = ref['reasons'].get(form),[*ref['runs']],ref['tol']
     ok,text = zip(*[_verdict(ref['runs'][o], got['runs'][o], tol) for o in runs])
     if all(ok): return f'equal, {text[-1]}',True
-    if reason and len(runs)>1 and ok[0]: return f'equal without draws, {text[0]}; {reason}',True
+    if reason and len(runs)>1 and ok[0]: return f'equal {runs[0]}, {text[0]}; {reason}',True
     if reason and len(runs)==1: return f'{text[0]}: {reason}',True
-    return f"**differs**: {'; '.join(f'{r} {t}' if r else t for r,t,o in zip(runs, text, ok) if not o)}",False
+    return f"**differs**: {'; '.join(f'{r} {t}'.strip() for r,t,o in zip(runs, text, ok) if not o)}",False
 
 # ---- the table
 

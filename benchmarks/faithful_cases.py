@@ -12,10 +12,10 @@ if form!='plain': from fastai_xla.all import *
 
 cases = {}
 
-def case(tol=1e-4, draws=False, **reasons):
-    "Decorator: a case, with the forms in which it may differ and why; `draws` if it is run without random draws too, as `f(draws)`"
+def case(tol=1e-4, but=None, **reasons):
+    "Decorator: a case, with the forms in which it may differ and why; `but` says how it is equal there too: run as `f(False)`, before `f(True)`"
     def _inner(f):
-        cases[f.__name__.replace('_', ' ')] = f,tol,draws,reasons
+        cases[f.__name__.replace('_', ' ')] = f,tol,but,reasons
         return f
     return _inner
 
@@ -75,7 +75,7 @@ def vision(dls, **kwargs): return vision_learner(dls, arch, pretrained=False, cu
 
 # ---- the cases
 
-@case(draws=True, pool='each core draws its own augmentations')
+@case(but='without draws', pool='each core draws its own augmentations')
 def presizing_and_aug_transforms(draws):
     item_tfms,batch_tfms = (Resize(28), aug_transforms(size=24, min_scale=.75)) if draws else (Resize(24), [])
     learn = place(vision(image_dls(item_tfms=item_tfms, batch_tfms=[*batch_tfms, normalize()]), metrics=error_rate))
@@ -157,13 +157,13 @@ def text_clas(draws):
 
 by_bs = 'texts are sorted by length within batches of `bs`, that of a core'
 
-@case(draws=True, tol=5e-4, pool=by_bs)
+@case(but='without draws', tol=5e-4, pool=by_bs)
 def text_classifier(draws):
     learn = place(text_clas(draws))
     learn.fit_one_cycle(2, 3e-3)
     return dict(**trained(learn), preds=learn.get_preds(), one=learn.predict('good film')[2])
 
-@case(draws=True, tol=5e-4, pool=by_bs)
+@case(but='without draws', tol=5e-4, pool=by_bs)
 def gradual_unfreezing(draws):
     learn,res = place(text_clas(draws)),[]
     learn.freeze()
@@ -176,10 +176,11 @@ def gradual_unfreezing(draws):
     learn.fit_one_cycle(1, slice(5e-4/2.6**4, 5e-4))
     return dict(stages=res, **trained(learn), preds=learn.get_preds())
 
-@case()
-def language_model():
+@case(but='with one `val_bs`', pool='the text of the validation is read in `bs` rows, which are shared')
+def language_model(own):
     cfg = {**awd_lstm_lm_config, **dict(emb_sz=6, n_hid=8, n_layers=1), **_no_drop}
-    learn = place(language_model_learner(text_dls(), AWD_LSTM, config=cfg, pretrained=False, drop_mult=1., metrics=[accuracy, Perplexity()]))
+    dls = text_dls(val_bs=None if own else 8)
+    learn = place(language_model_learner(dls, AWD_LSTM, config=cfg, pretrained=False, drop_mult=1., metrics=[accuracy, Perplexity()]))
     learn.fit_one_cycle(2, 1e-2)
     return dict(**trained(learn), valid=learn.validate())
 
@@ -206,7 +207,7 @@ class SiameseModel(Module):
 def siamese_loss(out, targ): return CrossEntropyLossFlat()(out, targ.long())
 def siamese_splitter(m): return [params(m.encoder), params(m.head)]
 
-@case(draws=True, pool='each core draws its own pairs')
+@case(but='without draws', pool='each core draws its own pairs')
 def siamese(draws):
     xs,ys = pictures(62)
     tls = TfmdLists(range(62), SiameseTransform(xs, ys, range(48, 62), draws), splits=[L(range(48)), L(range(48, 62))])
@@ -223,7 +224,7 @@ def siamese(draws):
 
 def noise(i, draws): return TensorBase(torch.randn(6) if draws else torch.randn(6, generator=torch.Generator().manual_seed(i)))
 
-@case(draws=True, pool='each core draws its own noise')
+@case(but='without draws', pool='each core draws its own noise')
 def gan(draws):
     xs = pictures(62)[0]
     db = DataBlock((TransformBlock, ImageBlock), get_x=partial(noise, draws=draws), get_y=lambda i: xs[i], splitter=IndexSplitter(range(48, 62)),
@@ -235,8 +236,14 @@ def gan(draws):
     learn.fit(2, 2e-4, wd=0.)
     return dict(**trained(learn), preds=learn.get_preds()[0])
 
-@case()
-def gan_from_learners():
+class Evaluates(Callback):
+    order = GANTrainer.order+1
+    def before_validate(self): self.model.eval()
+
+by_core = "it validates in training mode, by batches of a core; the critic's metric is its loss on a core's last training batch"
+
+@case(but='in eval mode, without metrics', pool=by_core)
+def gan_from_learners(trains):
     xs = pictures(62)[0]
     mk = lambda blocks,get_y: image_dls(blocks=blocks, get_y=get_y, item_tfms=squish(16))
     gen = unet_learner(mk((ImageBlock,ImageBlock), lambda i: xs[i][::-1].copy()), arch, pretrained=False, cut=-3, n_out=3, y_range=(-3.,3.),
@@ -244,7 +251,9 @@ def gan_from_learners():
     critic = gan_critic(n_channels=3, nf=4, n_blocks=1, p=0.)
     crit = Learner(mk((ImageBlock,CategoryBlock), lambda i: 'ab'[i%2]), critic, loss_func=AdaptiveLoss(nn.BCEWithLogitsLoss()))
     switcher = FixedGANSwitcher(n_crit=1, n_gen=1)
-    learn = place(GANLearner.from_learners(gen, crit, weights_gen=(1.,50.), switcher=switcher, opt_func=partial(Adam, mom=0.)))
+    cbs = [] if trains else Evaluates()
+    learn = place(GANLearner.from_learners(gen, crit, weights_gen=(1.,50.), switcher=switcher, opt_func=partial(Adam, mom=0.), cbs=cbs))
+    if not trains: learn._metrics = L()
     learn.fit(2, 1e-4, wd=0.)
     return dict(**trained(learn), preds=learn.get_preds()[0])
 
@@ -258,7 +267,7 @@ class NeighbourMixUp(MixUp):
         self.lam,self.yb1 = torch.full((n,), .7, device=self.x.device),(self.y[other],)
         self.learn.xb = (torch.lerp(self.x[other], self.x, .7),)
 
-@case(draws=True, pool='each core mixes its own samples')
+@case(but='without draws', pool='each core mixes its own samples')
 def mixup(draws):
     learn = place(vision(image_dls(), cbs=MixUp() if draws else NeighbourMixUp(), metrics=accuracy))
     learn.fit_one_cycle(2, 3e-3)
@@ -308,7 +317,7 @@ def weighted_loader():
     learn.fit_one_cycle(2, 3e-3)
     return dict(**trained(learn), preds=learn.get_preds())
 
-@case(draws=True, pool='each core draws its own augmentations')
+@case(but='without draws', pool='each core draws its own augmentations')
 def tta(draws):
     tfms = [*(aug_transforms(size=24) if draws else []), normalize()]
     learn = place(vision(image_dls(batch_tfms=tfms), metrics=accuracy))
@@ -339,14 +348,14 @@ def export_and_load_learner():
 
 def outcome(name):
     "What case `name` gives, or the error that it ends in"
-    f,tol,draws,reasons = cases[name]
+    f,tol,but,reasons = cases[name]
     start,res = time.time(),dict(case=name, tol=tol, reasons=reasons)
     faulthandler.dump_traceback_later(300, exit=True)
     try:
         res['runs'] = {}
-        for o in ((False,True) if draws else ('',)):
+        for o in (but,'') if but else ('',):
             set_seed(42, reproducible=True)
-            res['runs'][{False: 'without draws', True: 'with draws', '': ''}[o]] = flat(f(o) if draws else f())
+            res['runs'][o] = flat(f(not o) if but else f())
     except BaseException as e: res.update(error=f'{type(e).__name__}: {str(e).splitlines()[0][:160] if str(e) else ""}', trace=traceback.format_exc())
     faulthandler.cancel_dump_traceback_later()
     gc.collect()

@@ -223,6 +223,24 @@ def globals_come_home():
 @patch
 def of_the_notebook(self:Learner): return history, 'patched'
 
+patched_log = []
+@patch
+def writes_down(self:Learner): patched_log.append(self.epoch)
+class Writes(Callback):
+    def after_epoch(self): self.learn.writes_down()
+
+@case('notebook')
+def patched_methods_that_write():
+    "What they write stays on the cores, and is named"
+    def said(cb=None):
+        with warnings.catch_warnings(record=True) as res:
+            warnings.simplefilter('always')
+            fitted(cb)
+        return [str(o.message) for o in res if 'Changed on the cores' in str(o.message)]
+    named = said(Writes())
+    assert patched_log==[] and len(named)==1 and 'patched_log (list, by a `@patch`ed method)' in named[0], named
+    assert said()==[]
+
 class AsksLearner(Callback):
     def before_fit(self): self.said = self.learn.of_the_notebook()[1]
     def after_epoch(self): self.helper = importlib.import_module('helpers') and helpers.scale(1)
@@ -253,6 +271,11 @@ def modules_patches_and_settings():
         from PIL import ImageFile
         return ImageFile.LOAD_TRUNCATED_IMAGES
     assert get_pool(2).run(truncated)==[True]*2
+    def precision(rank): return pd.get_option('display.precision')
+    pd.options.display.precision = 3
+    assert get_pool(2).run(precision)==[3]*2
+    pd.reset_option('display.precision')
+    assert get_pool(2).run(precision)==[6]*2
     def mark(): os.environ['MARKED'] = 'yes'
     pool_setup(mark)
     marked = lambda rank: os.environ.get('MARKED')

@@ -79,6 +79,32 @@ def test_a_perceptual_loss():
     close(outcome(mk(8)), outcome(mk(8).to_tpu()))
     close(outcome(mk(16)), on_replicas(mk))
 
+class StaysInTraining(Callback):
+    "As the generator of a GAN does"
+    def before_validate(self): self.model.train()
+
+def in_training(bs):
+    "The last batch of the validation is half a batch"
+    learn = regularized(bs)
+    learn.loss_func,learn.dls.loaders[1] = CrossEntropyLossFlat(),DataLoader(vectors(20, seed=1), bs=8)
+    learn.model[1] = nn.BatchNorm1d(16)
+    learn.add_cb(StaysInTraining())
+    return learn
+
+def test_padding_stays_out_of_a_batchnorm_in_training():
+    close(outcome(in_training(8)), outcome(in_training(8).to_tpu()))
+    def valid(learn): return [float(o) for o in quiet(learn, learn.validate)]
+    learns = [in_training(8) for _ in range(2)]
+    close(valid(in_training(8)), run_replicas(lambda rank: valid(learns[rank].to_tpu_distributed()), n=2)[0])
+
+def test_padding_stays_where_it_does_no_harm():
+    "So that the last batch runs the graph of the others"
+    learn,seen = in_training(8).to_tpu(),[]
+    learn.remove_cbs(StaysInTraining)
+    learn.model[0].register_forward_hook(lambda m,i,o: seen.append(len(o)))
+    quiet(learn, learn.validate)
+    assert seen==[8]*3
+
 # ---- GRU
 
 class Reads(Module):
@@ -102,11 +128,13 @@ def test_gru(tmp_path):
 
 def test_a_batch_that_is_one_bare_tensor():
     samples = vectors(24)
-    def f(tpu):
-        learn = twin(lambda: Learner(DataLoaders(DataLoader(samples, bs=8), DataLoader(samples, bs=8)), nn.Linear(8,3), loss_func=CrossEntropyLossFlat()), tpu=tpu)
-        quiet(learn, learn.fit, 1)
-        return quiet(learn, learn.get_preds, dl=learn.dls.test_dl([samples[0][0]]))
-    close(f(False), f(True))
+    def mk(tpu=False):
+        return twin(lambda: Learner(DataLoaders(DataLoader(samples, bs=8), DataLoader(samples, bs=8)), nn.Linear(8,3), loss_func=CrossEntropyLossFlat()), tpu=tpu)
+    def f(learn): return quiet(learn, learn.get_preds, dl=learn.dls.test_dl([samples[0][0]]))
+    for learn in (plain := mk(), tpu := mk(True)): quiet(learn, learn.fit, 1)
+    close(f(plain), f(tpu))
+    learns = [mk() for _ in range(2)]
+    close(f(mk()), run_replicas(lambda rank: f(learns[rank].to_tpu_distributed()), n=2)[0])
 
 def test_predict_compiles_nothing():
     plain,tpu = twin(image_learner, tfms=[Flip(p=.5)]),twin(image_learner, tpu=True, tfms=[Flip(p=.5)])
@@ -129,9 +157,11 @@ def test_a_language_model_writes_without_compiling():
     def write(learn):
         set_seed(3)
         return learn.predict('a b', 6, no_bar=True)
+    want,got = write(plain),[]
+    assert compiles(lambda: got.append(write(tpu)))==0 and got==[want]
+    for learn in (plain, tpu): quiet(learn, learn.fit, 1, 1e-2)
     want = write(plain)
-    assert write(tpu)==want
-    assert compiles(lambda: write(tpu))==0
+    assert compiles(lambda: got.append(write(tpu)))==0 and got[1:]==[want]
 
 # ---- values that are loaded
 
@@ -172,6 +202,18 @@ def test_float64_is_told_in_words_and_spoils_nothing():
     learn.dls = dls_of(vectors(24), vectors(24))
     quiet(learn, learn.fit, 1)
     assert all(o.isfinite().all() for o in learn.recorder.losses)
+
+class Widens(Module):
+    "Half of it in float64, which torch refuses on the host, and XLA when it compiles"
+    def __init__(self): self.lin,self.wide = nn.Linear(8, 3),True
+    def forward(self, x): return F.linear(x.double() if self.wide else x, self.lin.weight, self.lin.bias)
+
+def test_a_graph_that_fails_spoils_no_later_one():
+    learn = twin(lambda: Learner(dls_of(vectors(24), vectors(24)), Widens(), loss_func=CrossEntropyLossFlat()), tpu=True)
+    with pytest.raises(RuntimeError, match='XLA could not run the graph of this step.*load them, or build the Learner again'): quiet(learn, learn.fit, 1)
+    good = twin(tpu=True)
+    quiet(good, good.fit, 1)
+    assert all(o.isfinite().all() for o in good.recorder.losses)
 
 # ---- loaders outside a fit
 

@@ -18,9 +18,10 @@ def test_what_a_cell_says():
     assert cell('pool', outcome(dict(pool='by design')), outcome(**{'': [1.,2.1]}))==('5e-02 in losses: by design', True)
 
 def test_a_reason_is_for_draws_alone():
-    ref = outcome(dict(pool='own draws'), without=[1.], draws=[2.])
-    assert cell('pool', ref, outcome(without=[1.], draws=[3.]))==('equal without draws, 0e+00; own draws', True)
-    assert cell('pool', ref, outcome(without=[2.], draws=[2.]))[1] is False and cell('tpu', ref, outcome(without=[1.], draws=[3.]))[1] is False
+    def drawn(without, draws, **kwargs): return outcome(kwargs, **{'without draws': without, '': draws})
+    ref = drawn([1.], [2.], pool='own draws')
+    assert cell('pool', ref, drawn([1.], [3.]))==('equal without draws, 0e+00; own draws', True)
+    assert cell('pool', ref, drawn([2.], [2.]))[1] is False and cell('tpu', ref, drawn([1.], [3.]))[1] is False
 
 def test_cases_in_every_form():
     res = run(repo/'benchmarks'/'faithful.py', '--cases', 'tabular', 'collab', 'weighted_loader', '--cores', 2, '--verbose')

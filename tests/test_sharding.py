@@ -125,7 +125,9 @@ def predictions():
 @case('methods')
 def lr_find():
     l,plain,learn = both(lambda o: o.fit(1, 1e-2))
+    ps = list(learn.model.parameters())
     for o in (plain, learn): quiet(l, o, o.lr_find, num_it=5, show_plot=False)
+    assert all(p is q for p,q in zip(ps, learn.model.parameters()))
     near(l, list(plain.recorder.losses), list(learn.recorder.losses))
     near(l, plain.model.state_dict(), learn.model.state_dict())
     is_spread(l, learn)
@@ -144,7 +146,9 @@ def save_and_load():
         quiet(l, o, o.fit, 1, 1e-2)
     same(l, plain, other)
     same(l, plain, learn)
+    ps = list(learn.model.parameters())
     learn.load('m')
+    assert all(p is q for p,q in zip(ps, learn.model.parameters()))
     is_spread(l, learn)
     quiet(l, learn, learn.fit, 1, 1e-2)
     near(l, plain.model.state_dict(), learn.model.state_dict())
@@ -176,6 +180,14 @@ def frozen_batchnorm():
         learn.fit(1, 1e-2, cbs=Frozen())
         assert (learn.model[0][0].weight!=w).any() and (learn.model[0][1].running_mean==stats).all()
     both(f)
+
+@case('methods')
+def padding_stays_out_of_a_batchnorm_in_training():
+    "As in the validation of a GAN, here of 13 samples"
+    l = lib()
+    class StaysInTraining(l.Callback):
+        def before_validate(self): self.model.train()
+    both(lambda o: o.fit(2, 1e-2, cbs=StaysInTraining()))
 
 @case('methods')
 def other_norms_and_torch_xlas():

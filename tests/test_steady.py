@@ -2,6 +2,7 @@
 import fastai.optimizer, pytest
 from synth import *
 from contextlib import contextmanager
+from torch.nn.utils import parametrizations
 from fastai.callback.training import GradientAccumulation
 from fastai_xla.train.optimizer import lend_step
 
@@ -111,6 +112,22 @@ def test_lr_find_reads_once():
     a = xla_counts()
     with learn.no_bar(),learn.no_logging(): learn.lr_find(show_plot=False)
     assert sum(o.reads for o in cb.steps[2:])==0
+
+@pytest.mark.parametrize('wrap', [nn.utils.weight_norm, nn.utils.spectral_norm, parametrizations.weight_norm, parametrizations.spectral_norm],
+    ids=['weight_norm','spectral_norm','weight_norm_now','spectral_norm_now'])
+@pytest.mark.filterwarnings('ignore:.*is deprecated')
+def test_normalized_weights_stay_on_the_device(wrap):
+    def mk():
+        set_seed(1)
+        model = nn.Sequential(wrap(nn.Linear(8, 4)), nn.ReLU(), wrap(nn.Linear(4, 3)))
+        return Learner(dls_of(vectors(40), vectors(10, seed=1), bs=4), model, loss_func=CrossEntropyLossFlat(), opt_func=Adam)
+    plain,learn = mk(),mk().to_tpu(fetch_every=1e9)
+    before = xla_counts()
+    set_seed(7); cb = steps(learn, 'fit', 2, 1e-2)
+    assert cb.compiled==[0] and (xla_counts()-before).fallbacks=={}
+    steady(cb)
+    set_seed(7); steps(plain, 'fit', 2, 1e-2)
+    same(plain, learn)
 
 def test_nothing_is_sent_when_nothing_changes():
     steady(steps(long_learner(n=40, opt_func=partial(SGD, mom=.9)), 'fit', 1, 1e-2), own=0)

@@ -18,7 +18,7 @@ from cloudpickle import cloudpickle as cp
 from fastai.basics import Callback, DataLoader, DataLoaders, Learner
 from torch import nn
 from ..runtime.users import travelled, users_module
-from ..runtime.values import contents, digest, is_atom, parts, slots, walk
+from ..runtime.values import contents, digest, found, is_atom, parts, slots
 
 # %% ../../nbs/53_launch.carry.ipynb #names
 class _Now(threading.local): now = None
@@ -172,12 +172,6 @@ class _HomePickler(ValuePickler):
         if isinstance(o, _theirs): raise TypeError(f'a {type(o).__name__}')
         return super().reducer_override(o)
 
-def found(v, seen):
-    "What is in `v` on both sides: plain data, or a module with its weights"
-    if not isinstance(v, nn.Module): return walk(v, seen=seen)
-    seen.add(id(v))
-    return [v]
-
 # %% ../../nbs/53_launch.carry.ipynb #arrived
 class Arrived:
     "What has come by value to one replica in one run; as a context, in which something comes"
@@ -221,6 +215,7 @@ class Arrived:
 # %% ../../nbs/53_launch.carry.ipynb #c6b1bf5d
 class Arrival(Arrived):
     "What has come, and what of it goes home"
+    patches = None # the `Arrival` of the notebook's patches, which the replicas of a process share
     def _dump(self, changed):
         names = {(key,k) for key,k,_ in changed}
         held = {r: contents(o) for o in self.held if (r := self.refs[id(o)])[:2] in names}
@@ -234,10 +229,14 @@ class Arrival(Arrived):
 
     def home(self):
         "What has changed, as (names that both sides know, pickle, names of what cannot go home); None if nothing has"
-        if not (changed := [*self._changed()] if self.watch else []): return
+        if not self.watch: return
+        changed,stays = [*self._changed()],[*_names(self.patches._changed(), ', by a `@patch`ed method')] if self.patches else []
+        if not changed and not stays: return
         goes = [o for o in changed if self._goes(*o)]
         order = [(*k, types) for k,(_,_,types) in self.seen.items()]
-        return order, self._dump(goes), [f"{k.split()[-1]} ({type(v).__name__})" for key,k,v in changed if not self._goes(key, k, v)]
+        return order, self._dump(goes), [*_names(o for o in changed if not self._goes(*o)), *stays]
+
+def _names(changes, how=''): return (f"{k.split()[-1]} ({type(v).__name__}{how})" for _,k,v in changes)
 
 def spare(objects):
     "The state of `objects` goes home by another way"

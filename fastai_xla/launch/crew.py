@@ -13,8 +13,8 @@ from contextlib import suppress
 from multiprocessing.connection import Pipe, wait
 from fastcore.imports import noop
 from ..runtime.users import settings_now, users_patches
-from ..runtime.values import put_slot, refill, slots
-from .carry import dumps, found, owner_here
+from ..runtime.values import found, put_slot, refill, slots
+from .carry import dumps, owner_here
 from .wire import Asked, Hold, LaunchError, LaunchInterrupt, Run, StopAt, unpicklable_error
 
 # %% ../../nbs/56_launch.crew.ipynb #pack-run
@@ -24,7 +24,7 @@ def _state():
         try: return bool(dumps(o))
         except Exception: return False
     settings = settings_now()
-    settings['fastai'] = {k: v for k,v in settings.get('fastai', {}).items() if goes(v)}
+    for k in ('fastai','pandas'): settings[k] = {n: v for n,v in settings.get(k, {}).items() if goes(v)}
     return dumps((settings, [o for o in users_patches() if goes(o)]))[0]
 
 def pack_run(

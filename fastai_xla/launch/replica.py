@@ -127,6 +127,14 @@ def _forget_edited():
             read = os.stat(m.__file__).st_mtime_ns
             if _read.setdefault(m.__name__, read)!=read: del sys.modules[m.__name__],_read[m.__name__]
 
+def _take_state(state, loans):
+    "Have here what the notebook has set and patched in libraries"
+    arrival.now = Arrival.patches = Arrival(_process.rank==0)
+    try: settings,patches = loads(state)
+    finally: arrival.now = None
+    for o in patches: loans.put(*o)
+    apply_settings(settings)
+
 def _take(replicate, run):
     "Do one `Run` on the replicas of this process"
     _forget_edited()
@@ -135,9 +143,9 @@ def _take(replicate, run):
     linecache.cache.update(run.sources)
     for o in run.modules: importlib.import_module(o)
     with Loans() as loans:
-        for o in loads(run.state)[1] if run.state else (): loans.put(*o)
-        if run.state: apply_settings(loads(run.state)[0])
+        if run.state: _take_state(run.state, loans)
         replicate(partial(_run, run.call))
+    Arrival.patches = None
     _forget_edited()
     gc.collect()
     xm.wait_device_ops()

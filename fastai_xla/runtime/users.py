@@ -8,7 +8,8 @@ Docs: https://fastai-xla.github.io/fastai_xla/runtime.users.html.md"""
 __all__ = []
 
 # %% ../../nbs/08_runtime.users.ipynb #imports
-import sys, sysconfig
+import sys, sysconfig, warnings
+from contextlib import contextmanager
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
@@ -73,12 +74,25 @@ def users_patches():
 # %% ../../nbs/08_runtime.users.ipynb #settings
 _settings = {'PIL.ImageFile': ['LOAD_TRUNCATED_IMAGES'], 'PIL.Image': ['MAX_IMAGE_PIXELS']}
 
+def _options(o, path=''):
+    "The options of pandas in `o`, by their names"
+    found = {path+k: getattr(o, k) for k in dir(o)}
+    return {n: x for k,v in found.items() for n,x in (_options(v, f'{k}.') if type(v) is type(o) else {k: v}).items()}
+
+@contextmanager
+def _pandas():
+    "`pandas`, if it has been imported, which says nothing of options that are old"
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        yield sys.modules.get('pandas')
+
 def settings_now():
     "The well-known settings of libraries, as they are here"
     res = {(m,k): getattr(sys.modules[m], k) for m,ks in _settings.items() if m in sys.modules for k in ks}
     if np := sys.modules.get('numpy'): res['numpy'] = np.get_printoptions()
     if torch := sys.modules.get('torch'): res['torch'] = torch.get_default_dtype()
     if core := sys.modules.get('fastai.torch_core'): res['fastai'] = dict(vars(core.defaults))
+    with _pandas() as pd: res['pandas'] = _options(pd.options) if pd else {}
     return res
 
 def apply_settings(
@@ -89,4 +103,12 @@ def apply_settings(
         if isinstance(k, tuple): setattr(import_module(k[0]), k[1], v)
         elif k=='numpy': import_module(k).set_printoptions(**v)
         elif k=='torch': import_module(k).set_default_dtype(v)
-        else: vars(import_module('fastai.torch_core').defaults).update(v)
+        elif k=='fastai': vars(import_module('fastai.torch_core').defaults).update(v)
+        else: _set_options(v)
+
+def _set_options(options):
+    "Have pandas' options here too; one that this pandas does not know stays out"
+    with _pandas() as pd:
+        now = _options(pd.options) if pd else {}
+        for k,v in options.items():
+            if k in now and now[k]!=v: pd.set_option(k, v)

@@ -52,6 +52,12 @@ def walk(
         todo += reversed(held)
     return res
 
+def found(v, seen):
+    "What is in `v` on both sides: plain data, or a module with its weights"
+    if not isinstance(v, nn.Module): return walk(v, seen=seen)
+    seen.add(id(v))
+    return [v]
+
 # %% ../../nbs/09_runtime.values.ipynb #refill
 def contents(
     o # From `walk`
@@ -111,7 +117,7 @@ def is_atom(v): return v is None or isinstance(v, (bool,int,float,complex,str,by
 
 def slots(owner):
     "What `owner` holds by name: globals, attributes of a class, or attributes and shared variables of a function"
-    if isinstance(owner, dict): return {k: v for k,v in owner.items() if k[:2]!='__'}
+    if isinstance(owner, dict): return {k: v for k,v in [*owner.items()] if k[:2]!='__'}
     res = {k: v for k,v in vars(owner).items() if k[:2]!='__' and not hasattr(type(v), '__get__')}
     if isinstance(owner, type): return res
     for k,cell in zip(owner.__code__.co_freevars, owner.__closure__ or ()):

@@ -20,6 +20,7 @@ from ..patches.learner import XLACallback
 from ..data.placement import TfmPlacement
 from ..data.loader import XLADL
 from ..data.rng import kept_rng
+from ..models.norms import lend_weight_norms
 from ..models.text import lend_text, pads_text
 from ..models.timm import lend_timm
 from .move import HostValues, move_learner, opt_states, placed_tensors, Renewal
@@ -62,16 +63,16 @@ def _is_dead(t):
 def bury(
     learn, # A Learner in whose phase an exception was raised
     known=(), # What its tensors were before, on the host, by `id`
+    shapes=(), # Of its tensors, by `id`: one without a value does not know its own
 ):
     "Give the tensors of `learn` that a failed graph has left without a value what they were, or NaN; is one of them NaN? None if there are none"
     for st in [] if learn.opt is None else opt_states(learn.opt):
         for p in [p for p,s in st.items() if any(on_xla(v) and _is_dead(v) for v in s.values())]: del st[p] # it begins anew
     ts = list(placed_tensors(learn).values())
     dead,learn.loss_grad = [t for t in ts if _is_dead(t)],None
-    for t in ts:
-        if t.is_leaf and t.grad is not None and _is_dead(t.grad): t.grad = None
+    for t in [t for t in ts if t.is_leaf and t.grad is not None and _is_dead(t.grad)]: t.grad = None
     for t in dead:
-        h = known[id(t)] if id(t) in known else torch.full(t.shape, float('nan') if t.dtype.is_floating_point else 0, dtype=t.dtype)
+        h = known[id(t)] if id(t) in known else torch.full(shapes[id(t)], float('nan') if t.dtype.is_floating_point else 0, dtype=t.dtype)
         t.data = send([h], t.device)[0]
     return any(id(t) not in known for t in dead) if dead else None
 
@@ -130,7 +131,7 @@ class DevicePhases(XLACallback):
         TfmPlacement(None, batch_tfms)
         self.batch_tfms,self.queue,self.loans = batch_tfms,HostQueue(fetch_every),Loans()
         self._dls,self._told,self._since = None,False,None
-        self.renewal,self.values,self.at_home,self.mixed,self.fed = Renewal(),HostValues(),False,False,[]
+        self.renewal,self.values,self.at_home,self.mixed,self.fed,self.shapes = Renewal(),HostValues(),False,False,[],{}
 
     @property
     def tfm_placement(self):
@@ -145,7 +146,7 @@ class DevicePhases(XLACallback):
             if phase=='validate' and self.alone and is_one_sample(self.dl): self._run_at_home(f, rest)
             else: rest(f)
         except Exception as e:
-            lost = bury(self.learn, self.values.hosts if self.mixed else ())
+            lost = bury(self.learn, self.values.hosts if self.mixed else (), self.shapes)
             if lost is None: raise
             traceback.clear_frames(e.__traceback__) # they hold tensors of the graph
             self.learn._end_cleanup()
@@ -173,7 +174,7 @@ class OnDevice(DevicePhases):
 
     def _hold(self):
         "Put model and optimizer on the device; until `release`, `dls.device` is the device too, as fastai expects"
-        move_learner(self.learn, self.device)
+        self.shapes = {id(t): t.shape for t in placed_tensors(move_learner(self.learn, self.device)).values()}
         self._renew()
         if self.alone: self.feed()
         if self._dls is None: self._dls,self._home = self.dls,vars(self.dls).get('_device', _missing)
@@ -196,7 +197,7 @@ class OnDevice(DevicePhases):
         self.loans.give_back()
         lend_stand_ins(self.learn, self.loans)
         if self.opt is not None: lend_step(self.opt, self.loans)
-        for f in (lend_text, lend_timm): f(self.model, self.loans)
+        for f in (lend_text, lend_timm, lend_weight_norms): f(self.model, self.loans)
 
     def _start(self, pad):
         "Get ready for a loop over batches, padded or not"

@@ -17,6 +17,7 @@ from ..runtime.counts import xla_counts
 from ..runtime.args import check_bool, check_path
 from ..patches.learner import xla_callbacks
 from ..data.rng import base_seed
+from ..models.norms import mixes_samples
 from ..models.ranges import RangeCheck
 from .move import move_learner
 from .optimizer import make_state_ahead
@@ -77,6 +78,7 @@ class TPUTrainer(CompileTeller):
 
     def before_batch(self):
         super().before_batch()
+        if not self.at_home and self.dl.n_real is not None and mixes_samples(self.model): self.learn.xb,self.learn.yb = self.dl.trim((self.xb, self.yb))
         if self.check: self.check.listen([self.xb, self.yb], self.dl.changed, self.dl.placement.tfms)
 
     def after_loss(self):
