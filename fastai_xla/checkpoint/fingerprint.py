@@ -12,7 +12,7 @@ __all__ = ['own_cbs', 'note_made', 'without_notes', 'moved', 'made_as', 'args_of
 import hashlib, inspect, json
 from collections import Counter
 from importlib.metadata import version
-from types import FunctionType, MethodType
+from types import MethodType
 from typing import NamedTuple
 import fastai, numpy as np, torch
 from fastai.basics import OptimWrapper

@@ -25,9 +25,7 @@ from .home import pack_home, PackedHome, unpack_home
 # %% ../../nbs/67_distributed.events.ipynb #messages
 _shown = 'epoch','n_epoch','iter','n_iter','train_iter','pct_train','training','final_record'
 
-def loop_state(
-    learn
-):
+def loop_state(learn):
     "Where `learn` is in its loop, and of how many batches, as callbacks that show something read it"
     state = {k: vars(learn)[k] for k in _shown if k in vars(learn)}
     return dict(state, dl=range(getattr(vars(learn).get('dl'), 'n_total', 0)))

@@ -27,9 +27,7 @@ from ..launch.wire import unpicklable_error
 # %% ../../nbs/66_distributed.home.ipynb #data
 _stays = set('dls model opt cbs lock logger create_mbar path dl xb yb pred loss loss_grad opt_func loss_func splitter _metrics'.split())
 
-def learn_attrs(
-    learn
-):
+def learn_attrs(learn):
     "The attributes of a Learner that come home as they are"
     return {a: v for a,v in vars(learn).items() if a not in _stays and not is_ours(v)}
 

@@ -10,7 +10,6 @@ __all__ = ['attach_replica', 'detach_replica', 'run_remote', 'TPUPoolTrainer']
 # %% ../../nbs/68_distributed.learner.ipynb #imports
 import multiprocessing, shutil, tempfile, weakref
 from contextlib import contextmanager, suppress
-from copy import deepcopy
 from pathlib import Path
 import torch
 from fastai.basics import CancelFitException, CancelValidException, Learner, Recorder
@@ -57,9 +56,7 @@ def attach_replica(
     learn.path,learn.logger = _own_folder(learn),noop
     return learn
 
-def detach_replica(
-    learn
-):
+def detach_replica(learn):
     "`learn` without what `attach_replica` gave it"
     for cb in learn._grab_cbs(TPUDistributedTrainer):
         if cb.shared_path is not None: learn.path,learn.logger = cb.shared_path,cb.shared_logger
@@ -89,10 +86,7 @@ def _validate(learn):
     with suppress(CancelFitException): learn._with_events(learn.all_batches, 'validate', CancelValidException)
     learn.tpu_distributed_trainer.after_fit()
 
-def run_remote(
-    rank:int,
-    shipment:Shipment
-):
+def run_remote(rank:int, shipment:Shipment):
     "One phase of the shipped Learner on this replica; the main rank returns what comes home"
     learn = attach_replica(shipment.unpack(), **shipment.options)
     spare([*model_objects(learn).values(), *(o for k,o in shipment.known.items() if k[0]!='data')])

@@ -27,9 +27,7 @@ def repeated_blocks(
     return list(dict.fromkeys(found))
 
 # %% ../../nbs/31_models.repeats.ipynb #runs
-def named_tensors(
-    m:nn.Module
-):
+def named_tensors(m:nn.Module):
     "The parameters and buffers of `m` by name, each once"
     return dict(chain(m.named_parameters(), m.named_buffers()))
 

@@ -18,9 +18,7 @@ from ..patches.text import span_of
 from ..data.shapes import pad_text
 
 # %% ../../nbs/33_models.text.ipynb #kept
-def text_encoder(
-    model:nn.Module
-):
+def text_encoder(model:nn.Module):
     "The sentence encoder of `model` that reads with an `AWD_LSTM`, or None"
     return next((m for m in model.modules() if isinstance(m, SentenceEncoder) and isinstance(m.module, AWD_LSTM)), None)
 

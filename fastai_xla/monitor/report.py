@@ -13,7 +13,7 @@ from collections import Counter
 from functools import cached_property
 from html import escape
 from typing import NamedTuple
-from ..runtime.table import aligned, size_text, RowTable
+from ..runtime.table import size_text, RowTable
 from .hlo import program_calls, shape_text
 from .libtpu import MemoryUse, TPUSlice
 

@@ -9,7 +9,7 @@ __all__ = ['compile_phases', 'compile_forms', 'CompileJob', 'held_bytes', 'StepN
 
 # %% ../../nbs/95_monitor.trace.ipynb #imports
 import json, os, pickle, signal, time, traceback
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from fastai.basics import Callback
 from ..runtime.device import make_programs_for, xr

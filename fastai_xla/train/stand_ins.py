@@ -73,9 +73,7 @@ def _give_numbers(cb, stock):
     try: stock()
     finally: vars(learn).update(own)
 
-def host_copy(
-    model:nn.Module
-):
+def host_copy(model:nn.Module):
     "A copy of `model` on the host"
     ts = [*model.parameters(), *model.buffers()]
     memo = {id(t): nn.Parameter(h, t.requires_grad) if isinstance(t, nn.Parameter) else h for t,h in zip(ts, to_host(ts))}

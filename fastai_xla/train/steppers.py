@@ -231,8 +231,6 @@ def mask_step(
     "Have the next step of `opt` leave everything as it is unless `mask.ok`"
     _masks[opt] = mask
 
-def mask_of(
-    opt
-):
+def mask_of(opt):
     "The mask for this step of `opt`, None if there is none; it is used up"
     return _masks.pop(opt, None)
