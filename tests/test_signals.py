@@ -37,6 +37,40 @@ def test_signal_to_the_group(kind, sig, tmp_path):
     assert (f'Stopped by {sig}' in out+err) and [o.name for o in (tmp_path/'run').iterdir() if 'batch' in o.name]
     assert not any(os.path.exists(f'/proc/{o}') for o in workers)
 
+launched = '''
+import sys, time
+from fastai.basics import *
+from fastai_xla.all import *
+class Slow(Callback):
+    def after_batch(self):
+        if self.training: time.sleep(.2)
+        if is_main() and self.iter==2: print('begun', flush=True)
+def train(rank, folder):
+    x = torch.arange(384.).view(96,4).sin()
+    dls = DataLoaders(*[TfmdDL(list(zip(x, x[:,:1])), bs=4, num_workers=0) for _ in range(2)])
+    model = nn.Linear(4,1)
+    for p in model.parameters(): nn.init.zeros_(p)
+    learn = Learner(dls, model, MSELossFlat(), cbs=[Slow(), resume_from(folder)]).to_tpu_distributed()
+    with learn.no_bar(), learn.no_logging(): learn.fit(2)
+    return [float(o) for o in learn.recorder.losses]
+if __name__=='__main__': print(tpu_launch(train, sys.argv[1], n_cores=2)[0])
+'''
+
+@pytest.mark.parametrize('sig', ['SIGTERM','SIGINT'])
+def test_signal_to_a_launched_script(sig, tmp_path):
+    "All ranks stop after the same batch, with a checkpoint; run again, it goes on"
+    (tmp_path/'train.py').write_text(launched)
+    def start(folder): return Forked([tmp_path/'train.py', tmp_path/folder], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    p = start('run')
+    assert next(o for o in p.stdout if o.startswith('begun'))
+    os.kill(p.pid, getattr(signal, sig))
+    out,err = p.communicate(timeout=120)
+    assert p.returncode and 'LaunchInterrupt' in err and 'LaunchError' not in err, err
+    assert 'Stopped by a signal; the newest checkpoint is' in out and [o.name for o in (tmp_path/'run').iterdir() if 'batch' in o.name]
+    if sig=='SIGINT': return # what goes on is the same
+    again,whole = [start(o).communicate(timeout=120)[0].splitlines() for o in ('run','other')]
+    assert 'Going on' in again[0] and again[-1]==whole[-1]!=''
+
 @contextmanager
 def metadata_server():
     "Answers as Google's does: at once if `last_etag` is not that of what it has to say, else when that changes. Yields its address, and what changes an answer"

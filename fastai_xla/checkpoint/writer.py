@@ -15,12 +15,15 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from fastai.basics import get_model
+from fastcore.all import noop
 from ..runtime.device import xla_device, xm
 from ..runtime.ranks import from_main, gather_objects, is_main, world_size
 from ..runtime.signals import first_signal
 from ..runtime.args import check_bool, check_choice, check_int, check_number
 from ..patches.learner import XLACallback, whole_model
+from ..launch.replica import stop_requested
 from ..distributed.fsdp_trainer import TPUFSDPTrainer
+from ..distributed.events import StopOnRequest
 from ..sharding.trainer import TPUShardedTrainer
 from ..storage.lease import Background, check_room, InUse, Lease
 from ..storage.pieces import check_finite, NonFiniteWeights
@@ -165,7 +168,9 @@ class CheckpointSaver(CheckpointOptions):
         "Leave after a signal, with a checkpoint"
         if not self.signal: return
         self.finish()
-        self._say(f"Stopped by {signal.Signals(self.signal).name}; the newest checkpoint is {self.store.place/(self.store.good_names() or [''])[-1]}")
+        from_main(noop) # which has written
+        name = signal.Signals(self.signal).name if world_size()==1 else 'a signal'
+        self._say(f"Stopped by {name}; the newest checkpoint is {self.store.place/(self.store.good_names() or [''])[-1]}")
         raise SystemExit(128+self.signal) if self.signal==signal.SIGTERM else KeyboardInterrupt
 
 # %% ../../nbs/86_checkpoint.writer.ipynb #writer
@@ -177,6 +182,7 @@ class CheckpointWriter(CheckpointSaver):
         if not self.active: return
         if self.background.error is not None: self.finish()
         if not self.training: return self._leave_validation()
+        if not self.signal and not self.learn._grab_cbs(StopOnRequest) and stop_requested(): self.signals.append(signal.SIGINT) # of a launched script
         self.due |= bool(self.every and self.train_iter%self.every==0) or self._is_time()
         if not (self.due or self.signal) or has_grads(self.opt): return
         self._save_here()

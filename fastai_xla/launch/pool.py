@@ -193,6 +193,7 @@ class TPUPool(PoolRunner):
             except BaseException as e:
                 if isinstance(e, LaunchError): e.kept = e.kept and self._is_sound()
                 if not getattr(e, 'kept', False): self.kill()
+                if signals and isinstance(e.__cause__, KeyboardInterrupt): raise LaunchInterrupt from None
                 raise
         if signals: raise LaunchInterrupt(res)
         return res
