@@ -134,7 +134,7 @@ def test_large_tensors_and_arrays_are_shared_and_private(pool):
     res = pool.run(memory, t, a)
     assert [o[0] for o in res] == [22.5e6]*2 and [o[1] for o in res] == [0,1]
     assert t.is_shared() and t[0]==1 and a[0]==1
-    assert res[0][2]-base < 150, 'the process maps 114 MB, which two copies would be 229'
+    assert res[0][2]-base < 190, 'the process maps 114 MB, which two copies would be 229'
     ptr = t.data_ptr()
     pool.run(memory, t, a)
     assert t.data_ptr()==ptr
