@@ -80,6 +80,12 @@ def ask(conn):
     _,fds,*_ = socket.recv_fds(conn, 1, 3)
     with conn.makefile('r') as f: return fds,json.loads(f.readline())
 
+def kill(pid):
+    "Kill a fork and its group, which it may not have made yet, or whose processes may have ended"
+    for f in (os.killpg, os.kill):
+        try: f(pid, signal.SIGKILL)
+        except ProcessLookupError: pass
+
 def serve(listener):
     "Fork what is asked for, kill what nobody waits for any more, tell the others how theirs has ended"
     running = {} # pidfd: (connection, pid)
@@ -87,12 +93,15 @@ def serve(listener):
         ready = select.select([listener, 0, *running, *(o for o,_ in running.values())], [], [])[0]
         if 0 in ready:
             for _,pid in running.values():
-                os.killpg(pid, signal.SIGKILL)
+                kill(pid)
                 os.waitpid(pid, 0)
             return
         if listener in ready:
             conn,_ = listener.accept()
-            fds,request = ask(conn)
+            try: fds,request = ask(conn)
+            except (OSError, ValueError): # who has asked is gone
+                conn.close()
+                continue
             assert len(os.listdir('/proc/self/task'))==1, 'what is imported here has started a thread'
             pid = os.fork()
             if not pid:
@@ -100,7 +109,8 @@ def serve(listener):
                 for o in running: os.close(o)
                 become(fds, *request)
             for o in fds: os.close(o)
-            conn.sendall(b'%d\n' % pid)
+            try: conn.sendall(b'%d\n' % pid)
+            except OSError: pass # gone; `ready` will say so
             running[os.pidfd_open(pid)] = conn,pid
         for fd,(conn,pid) in [*running.items()]:
             if fd in ready:
@@ -110,7 +120,7 @@ def serve(listener):
                 conn.close()
                 os.close(fd)
                 del running[fd]
-            elif conn in ready: os.killpg(pid, signal.SIGKILL)
+            elif conn in ready: kill(pid)
 
 def main(path):
     global ours, site_path
@@ -166,10 +176,12 @@ class Forked(subprocess.Popen):
             p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *rest):
         assert not pass_fds and not preexec_fn
         fds = [i if o==-1 else o for i,o in enumerate((p2cread, c2pwrite, errwrite))]
-        self._conn = socket.socket(socket.AF_UNIX)
+        self._conn,until = socket.socket(socket.AF_UNIX),time.monotonic()+60
         while True:
             try: self._conn.connect(f'{address()}.{self.kind}')
-            except ConnectionRefusedError: time.sleep(.01)
+            except ConnectionRefusedError: # it is starting
+                if time.monotonic()>until: raise RuntimeError('The process that forks others has ended') from None
+                time.sleep(.01)
             else: break
         socket.send_fds(self._conn, [b'x'], fds)
         request = [[str(o) for o in args], str(cwd or os.getcwd()), dict(os.environ if env is None else env)]

@@ -1,8 +1,8 @@
 "A fork is what a process of its own would be (see forks.py), and ends with who asked for it."
-import os, signal, subprocess, sys, time
+import json, os, signal, socket, subprocess, sys, time
 from pathlib import Path
 
-from forks import flags, Forked, quick
+from forks import address, flags, Forked, quick
 from fresh import run, run_ok
 
 LOOK = '''import json, os, sys, threading
@@ -44,6 +44,16 @@ import time; time.sleep(99)'''
     until = time.time()+60
     while Path(f'/proc/{pid}').exists() and time.time()<until: time.sleep(.05)
     assert not Path(f'/proc/{pid}').exists()
+
+def test_who_asks_may_be_gone_at_once(tmp_path):
+    "Before the fork has been told what it is, or has become that"
+    request = json.dumps([['-c', 'open("made", "w")'], str(tmp_path), {}]).encode()+b'\n'
+    for part in (b'', request[:20], *[request]*30):
+        with socket.socket(socket.AF_UNIX) as s, open(os.devnull) as f:
+            s.connect(f'{address()}.script')
+            socket.send_fds(s, [b'x'], [f.fileno()]*3)
+            s.sendall(part)
+    assert run_ok('print(1)')=='1'
 
 def test_waits_and_signals():
     p = Forked(['-c', 'import time; print(1, flush=True); time.sleep(99)'], stdout=subprocess.PIPE, text=True)
