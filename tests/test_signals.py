@@ -43,10 +43,10 @@ from fastai.basics import *
 from fastai_xla.all import *
 class Slow(Callback):
     def after_batch(self):
-        if self.training: time.sleep(.2)
+        if self.training: time.sleep(.1)
         if is_main() and self.iter==2: print('begun', flush=True)
 def train(rank, folder):
-    x = torch.arange(384.).view(96,4).sin()
+    x = torch.arange(256.).view(64,4).sin()
     dls = DataLoaders(*[TfmdDL(list(zip(x, x[:,:1])), bs=4, num_workers=0) for _ in range(2)])
     model = nn.Linear(4,1)
     for p in model.parameters(): nn.init.zeros_(p)
