@@ -110,6 +110,22 @@ def users_exceptions():
     close(fitted().recorder.losses, want)
     assert pids()==old and get_pool(2).run(lambda rank: xla_counts().compiles)==compiles
 
+@case('notebook')
+def values_out_of_range():
+    "They are told as in plain fastai, by the first rank that has one, and cost no replica"
+    fitted()
+    old = pids()
+    for y,text in ((torch.tensor(7), 'Target 7 is out of bounds'), (torch.tensor(-1), 'Target -1 is out of bounds'), (torch.tensor(1.), 'expected scalar type Long but found Float')):
+        errors = []
+        for pool in (False, True):
+            learn = learner()
+            for i in (5, 20): learn.dls.train.dataset[i] = (torch.zeros(4), y)
+            if y.is_floating_point(): learn.dls.train.dataset[:] = [(a, b.float()) for a,b in learn.dls.train.dataset]
+            if pool: learn.to_tpu_distributed(2)
+            errors.append(raised(lambda: learn.fit(1, 1e-2)))
+        assert isinstance(errors[1], type(errors[0])) and text in str(errors[1]), errors
+    assert pids()==old
+
 def close(a, b): assert torch.allclose(torch.stack([*a]), torch.stack([*b])), (a, b)
 
 class Slow(Callback):

@@ -1,5 +1,5 @@
 "The `fastai-xla` command in processes of its own, and the main job that its demo runs."
-import json, re
+import json, platform, re
 from importlib.metadata import version
 
 import pytest
@@ -16,6 +16,7 @@ def test_doctor_without_fault():
     assert res.returncode == 0, res.stdout + res.stderr
     rows = [re.split('  +', o) for o in res.stdout.splitlines()]
     assert rows[0] == ['check', 'seen', 'remedy'] and ['torch_xla', version('torch_xla'), 'ok'] in rows and ['device', 'CPU, 1 core', 'ok'] in rows
+    assert ['platform', f'{platform.system()} {platform.machine()}', 'ok'] in rows
     assert res.stderr == ''
 
 @pytest.mark.parametrize('env,line', [

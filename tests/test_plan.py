@@ -48,3 +48,12 @@ def test_a_loop_holds_one_block():
 
 def test_compiled_once():
     assert {r['compiles'] for r in compiled().values()}<={1,2}
+
+def test_a_batchnorm_of_vectors():
+    "Cannot train on one sample, as in the head of `vision_learner` and in levit"
+    import timm
+    from fastai.vision.all import create_head
+    from fastai_xla.all import deferred_init, make_mesh, plan_training
+    for make,shape in ((lambda: create_head(8, 3), (8,4,4)), (lambda: timm.create_model('levit_128s'), (3,224,224))):
+        p = plan_training(deferred_init(make), make_mesh(fsdp=8), 64, shape)
+        assert p.n_params==sum(o.numel() for o in deferred_init(make).parameters()) and p.flops>0
