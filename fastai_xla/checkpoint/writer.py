@@ -173,9 +173,10 @@ class CheckpointSaver(CheckpointOptions):
         self._say(f"Stopped by {name}; the newest checkpoint is {self.store.place/(self.store.good_names() or [''])[-1]}")
         raise SystemExit(128+self.signal) if self.signal==signal.SIGTERM else KeyboardInterrupt
 
-# %% ../../nbs/86_checkpoint.writer.ipynb #writer
+# %% ../../nbs/86_checkpoint.writer.ipynb #has-grads
 def has_grads(opt): return any(p.grad is not None for pl in opt.param_lists for p in pl)
 
+# %% ../../nbs/86_checkpoint.writer.ipynb #writer
 class CheckpointWriter(CheckpointSaver):
     "Writes checkpoints while a fit is `active`"
     def after_batch(self):
