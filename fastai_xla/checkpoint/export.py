@@ -51,7 +51,8 @@ def load_sharded(self:Learner,
 ):
     "Load what `save_sharded` has written, on this mesh or another, on one core or none"
     path = _folder(self, file)
-    for k,v in dict(with_opt=False if with_opt is None else with_opt, strict=strict, allow_pickle=allow_pickle).items(): check_bool(k, v)
+    check_bool('with_opt', with_opt, none=True)
+    for k,v in dict(strict=strict, allow_pickle=allow_pickle).items(): check_bool(k, v)
     with whole_model(self): load_state(self, find_checkpoint(path, allow_pickle), with_opt, strict, allow_pickle)
     return self
 

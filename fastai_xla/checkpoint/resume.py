@@ -18,9 +18,9 @@ from ..train.trainer import TPUTrainer
 from ..distributed.learner import TPUPoolTrainer
 from .store import CheckpointStore, Position
 from .sharded import load_state
-from .progress import LoaderState, note_config, Progress
+from .progress import LoaderState, note_config, Progress, progress_file
 from .writer import CheckpointWriter, has_grads, noted_signals
-from .goal import configure_opt, Goal, hypers_of, load_weights, plan_goal, progress_file, read_settings, set_hypers, settings_of, stays_ended, who_raised
+from .goal import configure_opt, Goal, hypers_of, load_weights, plan_goal, read_settings, set_hypers, settings_of, stays_ended, who_raised
 
 # %% ../../nbs/89_checkpoint.resume.ipynb #goal
 class CheckpointReader(CheckpointWriter):

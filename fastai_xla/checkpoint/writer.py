@@ -29,7 +29,7 @@ from ..storage.lease import Background, check_room, InUse, Lease
 from ..storage.pieces import check_finite, NonFiniteWeights
 from .store import CheckpointStore, KeepPolicy, Position
 from .sharded import copy_state, learner_state, write_state
-from .progress import Progress
+from .progress import Progress, progress_file
 
 # %% ../../nbs/86_checkpoint.writer.ipynb #signals
 def noted_signals():
@@ -52,10 +52,13 @@ class CheckpointFiles(XLACallback):
     def _say(self, msg):
         if is_main(): print(msg)
 
+    def _restart_clock(self): self.clock = SimpleNamespace(start=time.monotonic(), batches=0, look_at=1)
+
     @contextmanager
     def opened(self):
         "A context in which this process alone writes checkpoints, and at whose end they are written"
-        self.clock = SimpleNamespace(start=time.monotonic(), batches=0, look_at=1)
+        self._restart_clock()
+        self.is_launched = not self.learn._grab_cbs(StopOnRequest) # a pool's replicas ask by that
         if not is_main(): return (yield)
         check_room(self.store.place, sum(t.numel()*t.itemsize for t in get_model(self.learn.model).state_dict().values()))
         try:
@@ -93,7 +96,7 @@ class CheckpointFiles(XLACallback):
             with self.store.write(pos, metric) as folder:
                 write_state(copy._replace(groups=check_finite(copy.groups, names)), folder)
                 (folder/'progress').mkdir()
-                for i,p in enumerate(parts): p.write(folder/f'progress/{i:05}')
+                for i,p in enumerate(parts): p.write(progress_file(folder, i))
         except NonFiniteWeights as e: print(f"{pos.name} is not written: {e}.")
 
 # %% ../../nbs/86_checkpoint.writer.ipynb #saver-options
@@ -155,7 +158,7 @@ class CheckpointSaver(CheckpointOptions):
     def _save(self, pos, progress=None):
         "Write the checkpoint of the position `pos`; `progress` is what was taken there, or is taken now"
         pos = replace(pos, run_id=self.run_record.id, n_ranks=world_size())
-        self.clock = SimpleNamespace(start=time.monotonic(), batches=0, look_at=1)
+        self._restart_clock()
         with _kept_device_rng(), whole_model(self.learn):
             parts = gather_objects(progress or self.take_progress(self.start))
             copy = copy_state(learner_state(self.learn), at_once=self.asynchronous or world_size()>1)
@@ -183,7 +186,7 @@ class CheckpointWriter(CheckpointSaver):
         if not self.active: return
         if self.background.error is not None: self.finish()
         if not self.training: return self._leave_validation()
-        if not self.signal and not self.learn._grab_cbs(StopOnRequest) and stop_requested(): self.signals.append(signal.SIGINT) # of a launched script
+        if self.is_launched and not self.signal and stop_requested(): self.signals.append(signal.SIGINT)
         self.due |= bool(self.every and self.train_iter%self.every==0) or self._is_time()
         if not (self.due or self.signal) or has_grads(self.opt): return
         self._save_here()

@@ -69,18 +69,21 @@ def rng_state_after(
     with kept_rng(seed): return rng_state()
 
 # %% ../../nbs/20_data.rng.ipynb #own
+@contextmanager
+def _drawing(o):
+    "A context that draws from the random state that `o` has"
+    with kept_rng():
+        set_rng_state(o.state)
+        try: yield
+        finally: o.state = rng_state()
+
 class OwnDraws:
     "Called, a context that draws from a random state of its own, apart from other threads"
     def __init__(self,
         seed:int, # As for `set_seed`
     ): self.state = rng_state_after(seed)
 
-    @contextmanager
-    def __call__(self):
-        with kept_rng():
-            set_rng_state(self.state)
-            try: yield
-            finally: self.state = rng_state()
+    def __call__(self): return _drawing(self)
 
 # %% ../../nbs/20_data.rng.ipynb #turns
 class Turns:
@@ -127,14 +130,7 @@ class RNGHandoff(Turns):
     def background(self):
         "Background thread: draw for a batch, in its turn and from its own state"
         if self.draws is False: return (yield)
-        with self._turn,self._swapped_in(): yield
-
-    @contextmanager
-    def _swapped_in(self):
-        with kept_rng():
-            set_rng_state(self.state)
-            try: yield
-            finally: self.state = rng_state()
+        with self._turn,_drawing(self): yield
 
     def made(self):
         "Background thread: a batch is made; returns the random state after it, which is handed over with it"
@@ -155,7 +151,7 @@ class RNGHandoff(Turns):
         if self.takes_global and not self.draws:
             with rng_lock: return (yield)
         before = self.state
-        with self._swapped_in(): yield
+        with _drawing(self): yield
         self.taken,self.device_draws = self.state,not _same_state(before, self.state)
         self._may.set()
 

@@ -61,10 +61,11 @@ def check_int(
 def check_bool(
     name:str, # As for `wrong_arg`
     v, # What came
+    none:bool=False, # May it be None?
 ):
     "`v`, if it is True or False"
-    if isinstance(v, (bool, np.bool_)) or type(v) is int and v in (0, 1): return v
-    raise wrong_arg(name, 'True or False', v)
+    if isinstance(v, (bool, np.bool_)) or type(v) is int and v in (0, 1) or none and v is None: return v
+    raise wrong_arg(name, _must('True or False', none), v)
 
 def check_choice(
     name:str, # As for `wrong_arg`

@@ -70,7 +70,7 @@ class TPUShardedTrainer(TPUTrainer):
         self.blocks.specs = self.specs
         for o in [*self.learn._grab_cbs(BlockRunner), *([self.runner] if self.runner else [])]: o.marker = self.blocks
         if self.runner: self.runner.start(self.model)
-        if program_kind()!='TPU' if self.partition_norms is None else self.partition_norms: norms.partition_norms(self.loans)
+        if self.partition_norms or self.partition_norms is None and program_kind()!='TPU': norms.partition_norms(self.loans)
 
     def before_batch(self):
         super().before_batch()
@@ -111,7 +111,7 @@ def to_tpu_sharded(self:Learner,
 ):
     "Train by one program on every TPU core (or XLA's CPU devices where there is no TPU) from now on"
     for k,v in dict(grad_ckpt=grad_ckpt, scan=scan, mark_step=mark_step).items(): check_bool(k, v)
-    if partition_norms is not None: check_bool('partition_norms', partition_norms)
+    check_bool('partition_norms', partition_norms, none=True)
     as_rules(rules)
     check_process()
     sizes = dict(replica=replica, fsdp=fsdp, **axes)

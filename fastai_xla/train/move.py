@@ -6,7 +6,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/train.move.html.md"""
 
 # %% auto #0
 __all__ = ['learner_modules', 'param_slots', 'opt_states', 'repoint_opt', 'move_learner', 'placed_tensors', 'Renewal',
-           'HostValues']
+           'host_values', 'HostValues']
 
 # %% ../../nbs/40_train.move.ipynb #imports
 from contextlib import contextmanager
@@ -148,6 +148,13 @@ class Renewal:
         for t,h in zip(ts, to_host(ts)): t.data = send([h], t.device)[0]
 
 # %% ../../nbs/40_train.move.ipynb #host
+def host_values(
+    ts, # Parameters and buffers
+):
+    "`{id: its counterpart on the host}`, fetched in one transfer"
+    ts = list(ts)
+    return {id(t): nn.Parameter(h, t.requires_grad) if isinstance(t, nn.Parameter) else h for t,h in zip(ts, to_host(ts))}
+
 class HostValues:
     "The values of a Learner's model and loss function on the host, fetched once for each change"
     def __init__(self): self.marks,self.hosts = None,{}
@@ -158,8 +165,7 @@ class HostValues:
         ts = {id(t): t for m in learner_modules(learn) for t in chain(m.parameters(), m.buffers())}
         marks = {k: _mark(t) for k,t in ts.items() if on_xla(t)}
         if marks==self.marks: return
-        hosts = to_host(list(ts.values()))
-        self.marks,self.hosts = marks,{k: nn.Parameter(h, t.requires_grad) if isinstance(t, nn.Parameter) else h for (k,t),h in zip(ts.items(), hosts)}
+        self.marks,self.hosts = marks,host_values(ts.values())
 
     @contextmanager
     def lent(self, learn):

@@ -123,9 +123,6 @@ class BadStepWatch(Callback):
 
     def after_batch(self):
         for cb in self.learn._grab_cbs(OnDevice): cb.queue.add(self, self.train_iter, self.steps.n_bad)
-        self._check()
-
-    def after_train(self): self._check()
 
 # %% ../../nbs/49_train.nan_guard.ipynb #stop
 class NaNGuard(BadStepWatch):

@@ -27,6 +27,7 @@ from ..patches.registry import Loan, Loans
 from ..patches.ops import raw
 from ..patches.augment import inside_boxes, thread_draws
 from ..models.text import kept_positions, mean_over, text_encoder
+from .move import host_values
 from .state import is_display
 from .meters import PendingLoss
 
@@ -75,9 +76,7 @@ def _give_numbers(cb, stock):
 
 def host_copy(model:nn.Module):
     "A copy of `model` on the host"
-    ts = [*model.parameters(), *model.buffers()]
-    memo = {id(t): nn.Parameter(h, t.requires_grad) if isinstance(t, nn.Parameter) else h for t,h in zip(ts, to_host(ts))}
-    return deepcopy(model, memo)
+    return deepcopy(model, host_values([*model.parameters(), *model.buffers()]))
 
 def _trace_on_host(cb, stock):
     "Have TensorBoard trace a copy of the model, with a batch on the host"
