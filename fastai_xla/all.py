@@ -42,10 +42,12 @@ from .train.steppers import *
 from .train.optimizer import *
 from .train.meters import *
 from .train.stand_ins import *
-from .train.strict import *
+from .train.capture import *
+from .train.effects import *
+from .train.replay import *
 from .train.on_device import *
+from .train.strict import *
 from .train.trainer import *
-from .train.nan_guard import *
 from .virtual_cores.barrier import *
 from .virtual_cores.collectives import *
 from .virtual_cores.replicas import *
@@ -87,3 +89,4 @@ from .monitor.libtpu import *
 from .monitor.report import *
 from .monitor.trace import *
 from .monitor.compile import *
+from .monitor.nan_guard import *

@@ -170,16 +170,17 @@ def rule(f):
 
 @rule
 def numbers(house):
-    "A notebook's number is its own, its name is that of its module, and the rooms of a chapter share the tens digit"
-    res,seen,tens = [],{},{}
+    "A notebook's number is its own, its name is that of its module, and the rooms of a chapter follow each other"
+    res,seen,last,before = [],{},{},None
     for o in house.notebooks:
         at,n,name,exp = house.where(o),o.name[:2],o.stem[3:],default_exp(o)
         if n in seen: res.append(f'{at}: {seen[n]} has the number {n} too; give it one of its own')
         seen.setdefault(n, o.name)
         if exp!=name: res.append(f'{at}: it exports {exp}; name the notebook {n}_{exp}.ipynb, or let default_exp be {name}')
-        if exp and '.' in exp:
-            first,old = tens.setdefault(exp.split('.')[0], (n[0], o.name))
-            if first!=n[0]: res.append(f"{at}: {old} of the same chapter is numbered {first}x; the rooms of a chapter share the tens digit")
+        chapter = exp and '.' in exp and exp.split('.')[0]
+        if chapter and chapter in last and before!=last[chapter]: res.append(f"{at}: {before} stands between it and {last[chapter]}; the rooms of a chapter follow each other")
+        before = o.name
+        if chapter: last[chapter] = o.name
     return res
 
 @rule

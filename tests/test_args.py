@@ -40,18 +40,18 @@ CASES = [ # what is called, and of its arguments the wrong values
     (vit, dict(embed_dim=count, num_heads=count, depth=count, patch_size=count)),
     (move_learner, dict(learn=WRONG, device=but('a')), dict(learn=learn(), device='cpu')),
     (NaNGuard, dict(action=WRONG)), (HostQueue, dict(every=but(0, 1.5)), {}, dict(every='fetch_every')),
-    (StrictSteps, dict(warm=at_least_0)), (TPUTrainer, dict(batch_tfms=WRONG, fetch_every=but(0, 1.5))),
-    (one_core, dict(batch_tfms=WRONG, fetch_every=but(0, 1.5), strict=bit, cache=place_or_none)),
+    (StrictSteps, dict(warm=at_least_0)), (TPUTrainer, dict(batch_tfms=WRONG, fetch_every=but(0, 1.5), replay=bit)), (StepReplay, dict(on=bit, confirm=count, check_every=count), {}, dict(on='replay')),
+    (one_core, dict(batch_tfms=WRONG, fetch_every=but(0, 1.5), replay=bit, strict=bit, cache=place_or_none)),
     (use_virtual_cores, dict(n=count)), (run_replicas, dict(fn=WRONG, n=count_or_none), dict(fn=noop)),
     (TPUPool, dict(n_cores=count_or_none)), (get_pool, dict(n_cores=count_or_none)), (tpu_launch, dict(fn=WRONG, n_cores=count_or_none), dict(fn=noop)),
     (sync_metric, dict(m=WRONG)), (fsdp_options, dict(fsdp=WRONG)),
     (TPUDistributedTrainer, dict(batch_tfms=WRONG, fetch_every=but(0, 1.5), sync_bn=WRONG)), (GradientReducer, dict(scale_lr=bit)),
-    (pooled, dict(n_cores=count_or_none, batch_tfms=WRONG, fetch_every=but(0, 1.5), sync_bn=WRONG, scale_lr=bit, fsdp=WRONG,
+    (pooled, dict(replay=bit, n_cores=count_or_none, batch_tfms=WRONG, fetch_every=but(0, 1.5), sync_bn=WRONG, scale_lr=bit, fsdp=WRONG,
         watchdog=but(None, 1.5))), (Watchdog, dict(minutes=but(None, 1.5)), {}, dict(minutes='watchdog')), (pool_setup, dict(fn=but(None), remove=bit)),
     (make_mesh, dict(replica=count_or_none, fsdp=count_or_none, n=count_or_none, model=count_or_none)),
     (ShardRule, dict(pattern=but('a'), axes=but('a', []), min_size=at_least_0), dict(pattern='a')),
     (infer_sharding, dict(model=WRONG, mesh=WRONG, rules=but([])), dict(model=linear(), mesh=mesh())),
-    (sharded, dict(replica=count_or_none, fsdp=count_or_none, rules=but([]), grad_ckpt=bit, scan=bit, mark_step=bit, partition_norms=but(0, None),
+    (sharded, dict(replay=bit, replica=count_or_none, fsdp=count_or_none, rules=but([]), grad_ckpt=bit, scan=bit, mark_step=bit, partition_norms=but(0, None),
         batch_tfms=WRONG, fetch_every=but(0, 1.5), model=count_or_none)),
     (CheckpointStore, dict(path=place, keep=count, allow_pickle=bit), dict(path='a')),
     (KeepPolicy, dict(newest=count, best=at_least_0, every=at_least_0, monitor=but('a'), mode=but(None))),
@@ -105,7 +105,7 @@ SEAMS = '''start_iter DeviceDL Shipment EventTeller lengthen_lr_find run_along r
     OnDevice ShareTrainer distributed_trainer TPUPoolTrainer attach_replica CheckpointSaver CheckpointWriter CheckpointReader PhaseResumer
     TPUShardedTrainer TPUFSDPTrainer device_version Shards TFRecordShards StreamDL BucketDL XLADL RNGHandoff TfmVerdicts standardize
     dist_version inside_boxes ShardReader uncount_steps make_programs_for
-    function_of restores OwnDraws MarkedDL graph_error DevicePhases CompileTeller BadStepWatch launch_error shapes_of process_start is_running Lease
+    function_of restores OwnDraws MarkedDL graph_error DevicePhases BatchEnds BadStepWatch launch_error shapes_of process_start is_running Lease
     check_room groups_by_size pieces_of read_pieces plain_dtype tensor_kind Encoder encode encode_states Decoder decode checkpoint_fault find_checkpoint
     StoreReader copy_state note_made made_as fingerprint check_differences note_config CheckpointOptions settings_of progress_file plan_goal load_weights
     StateRestorer FitResumer hlo_message compile_options ProgramReport tpu_advice trace_phase StepReports TPUReport'''.split()

@@ -162,9 +162,9 @@ class XLADL(MarkedDL):
 
     def one_batch(self): return first(self)
 
-    def sync(self):
-        "Cut the graph and run it on the device; meanwhile the background thread may work"
-        with self.handoff.waiting(): torch_xla.sync()
+    def sync(self, run=None):
+        "Cut the graph and run it on the device, or call `run` for that; meanwhile the background thread may work"
+        with self.handoff.waiting(): return (run or torch_xla.sync)()
 
     def when_done(self, f):
         "Have `f` called, before what is called already, when an iteration ends, however it ends"

@@ -6,3 +6,4 @@ from .libtpu import *
 from .report import *
 from .trace import *
 from .compile import *
+from .nan_guard import *

@@ -36,9 +36,8 @@ def _nested(f, b):
     return type(b)(*res) if hasattr(b, '_fields') else type(b)(res)
 
 def _selected(b, select):
-    res = []
-    _nested(lambda o: res.append(o) if select(o) else None, b)
-    return res
+    if isinstance(b, (dict,list,tuple,L)): return [o for v in (b.values() if isinstance(b, dict) else b) for o in _selected(v, select)]
+    return [b] if select(b) else []
 
 def tensors_of(
     b, # Nested tuples, lists and dicts with tensors

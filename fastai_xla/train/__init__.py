@@ -5,7 +5,9 @@ from .steppers import *
 from .optimizer import *
 from .meters import *
 from .stand_ins import *
-from .strict import *
+from .capture import *
+from .effects import *
+from .replay import *
 from .on_device import *
+from .strict import *
 from .trainer import *
-from .nan_guard import *

@@ -15,6 +15,7 @@ import torch
 from fastai.basics import find_bs, TrainEvalCallback
 from ..runtime.device import torch_xla
 from ..runtime.transfer import feed, on_xla, resting, send, tensors_of, to_host, unfeed
+from ..runtime.args import check_bool
 from ..patches.registry import Loans
 from ..patches.learner import XLACallback
 from ..data.placement import TfmPlacement
@@ -27,6 +28,7 @@ from .move import HostValues, move_learner, opt_states, placed_tensors, Renewal
 from .optimizer import lend_step
 from .meters import device_metric, DeviceMetric, HostQueue, PendingLoss
 from .stand_ins import lend_stand_ins
+from .replay import StepReplay
 
 # %% ../../nbs/47_train.on_device.ipynb #meters
 def stock_metric(
@@ -127,10 +129,12 @@ class DevicePhases(XLACallback):
     def __init__(self,
         batch_tfms:str='auto', # Where batch transforms run: 'auto', 'host' or 'device'; see `TfmPlacement`
         fetch_every:float=1., # Seconds between two fetches of losses and metrics for the progress bar
+        replay:bool=False, # Run training steps again that are known to be the same, without tracing them? See `StepReplay`
     ):
         TfmPlacement(None, batch_tfms)
         self.batch_tfms,self.queue,self.loans = batch_tfms,HostQueue(fetch_every),Loans()
         self._dls,self._told,self._since = None,False,None
+        self.replay = StepReplay(check_bool('replay', replay))
         self.renewal,self.values,self.at_home,self.mixed,self.fed,self.shapes = Renewal(),HostValues(),False,False,[],{}
 
     @property

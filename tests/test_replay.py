@@ -1,0 +1,283 @@
+"Steps that are run again equal steps that are traced, to the last bit; those that are not the same each time are traced, are right, and say why."
+import os, random, signal
+import numpy as np, pytest
+from synth import *
+from fastai.callback.fp16 import MixedPrecision
+from fastai.callback.mixup import CutMix, MixUp
+from fastai.callback.schedule import *
+from fastai.callback.training import GradientAccumulation, GradientClip
+from fresh import run_ok
+from torch.nn import functional as F
+
+def is_same(a, b):
+    if isinstance(a, (list,tuple)): return len(a)==len(b) and all(map(is_same, a, b))
+    if isinstance(a, dict): return a.keys()==b.keys() and all(is_same(a[k], b[k]) for k in a)
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a==b
+
+def eq(a, b): assert is_same(a, b), f"{a}\n!=\n{b}"
+
+def net(): return nn.Sequential(nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(.3), nn.Linear(16, 3))
+
+def learner(model=None, n=80, n_last=0, opt_func=Adam, loss_func=None, cbs=None, train_metrics=False, **kwargs):
+    "Ten batches of 8 to train"
+    set_seed(3)
+    train = DataLoader(vectors(n+n_last), bs=8, shuffle=True, num_workers=0)
+    dls = DataLoaders(train, DataLoader(vectors(20, seed=1), bs=8, num_workers=0))
+    learn = Learner(dls, (model or net)(), loss_func=loss_func or CrossEntropyLossFlat(), metrics=accuracy, opt_func=opt_func, cbs=cbs, **kwargs)
+    learn.recorder.train_metrics = train_metrics
+    return learn
+
+def one_cycle(learn): learn.fit_one_cycle(2, 1e-2)
+
+def outcome(learn, replay, train=one_cycle):
+    "Train, and return what came of it: losses, values, weights and optimizer state"
+    learn.to_tpu(replay=replay)
+    with learn.no_bar(),learn.no_logging(): train(learn)
+    states = [{k: to_host(v) for k,v in p[2].items()} for p in learn.opt.all_params()]
+    return [float(o) for o in learn.recorder.losses], [list(o) for o in learn.recorder.values], to_host(dict(learn.model.state_dict())), states
+
+def same(a, b):
+    for x,y in zip(a, b): eq(x, y)
+
+def both(make, train=one_cycle):
+    "The Learner whose steps may run again; its outcome is that of one whose steps are all traced"
+    want = outcome(make(), False, train)
+    learn = make()
+    same(outcome(learn, True, train), want)
+    return learn
+
+def torch_opt(f, **kw): return partial(OptimWrapper, opt=partial(f, **kw))
+
+@pytest.mark.parametrize('kwargs', [dict(), dict(opt_func=partial(SGD, mom=.9)), dict(opt_func=torch_opt(torch.optim.AdamW)), dict(opt_func=RAdam),
+    dict(cbs=GradientClip(.1)), dict(cbs=MixedPrecision()), dict(train_metrics=True)], ids='adam sgd adamw radam clip bf16 train_metrics'.split())
+def test_runs_again(kwargs):
+    learn = both(lambda: learner(**kwargs))
+    eq((learn.replay.n_replayed, learn.replay.n_traced, learn.replay.why), (17,3,None))
+
+def test_a_step_costs_one_execution():
+    "No compilation, no read, one program, and the state in the memory that it had"
+    stats = XLAStats(warm=12)
+    learn = learner(n=160, cbs=stats).to_tpu(fetch_every=1e9, replay=True)
+    with learn.no_bar(),learn.no_logging(): learn.fit(2, 1e-2)
+    for k in ('compiles','reads'): eq((k, sum(getattr(o, k) for o in stats.steps[3:20])), (k, 0))
+    assert abs(sum(o.executions for o in stats.steps[3:20])-17)<=1 # the device may lag behind
+
+def test_a_step_writes_in_place():
+    "The memory of the state becomes that of the new state; so who keeps a `detach()` of a weight in time has steps traced"
+    class Keep(Callback):
+        replayable = True
+        def __init__(self, at): self.at = at
+        def before_batch(self):
+            if self.training and self.train_iter==self.at: self.old = [self.model[0].weight.detach()]
+    late,early = [both(lambda: learner(cbs=Keep(at))) for at in (6,0)]
+    with pytest.raises(RuntimeError): late.keep.old[0].cpu()
+    eq(early.replay.n_replayed, 0)
+    assert 'something keeps' in repr(early.replay) and '[16, 8]' in repr(early.replay), early.replay
+
+@pytest.mark.parametrize('cb', [MixUp, CutMix])
+def test_mixes(cb):
+    "What a callback makes of a batch is given to the step"
+    def make():
+        set_seed(3)
+        return Learner(image_dls(n_trn=48), cnn(), loss_func=CrossEntropyLossFlat(), cbs=cb())
+    assert both(make).replay.n_replayed>=10
+
+def test_smaller_last_batch():
+    "A kind of step of its own"
+    learn = both(lambda: learner(n_last=3), lambda o: o.fit(4, 1e-2))
+    eq((learn.replay.n_replayed, learn.replay.n_traced), (35,9)) # each epoch's first of a kind is traced
+
+def test_freeze_unfreeze_and_lr_find():
+    def train(learn):
+        learn.fine_tune(2, 1e-2)
+        learn.lr_find(num_it=30, show_plot=False)
+        learn.fit(1, 1e-3)
+    learn = both(lambda: learner(splitter=two_groups), train)
+    assert learn.replay.n_replayed>40, learn.replay
+
+def test_text():
+    "The hidden state of an LSTM goes on from step to step"
+    from fastai.text.all import AWD_LSTM, awd_lstm_lm_config, BaseTokenizer, ColReader, language_model_learner, TextBlock
+    def make():
+        set_seed(0)
+        rng = np.random.default_rng(0)
+        df = pd.DataFrame(dict(text=[' '.join(rng.choice(list('abcdefghij'), 80)) for _ in range(24)], is_valid=[i>=20 for i in range(24)]))
+        block = DataBlock(TextBlock.from_df('text', is_lm=True, seq_len=8, tok=BaseTokenizer()), get_x=ColReader('text'), splitter=ColSplitter())
+        dls = block.dataloaders(df, bs=4, seq_len=8)
+        return language_model_learner(dls, AWD_LSTM, config={**awd_lstm_lm_config, 'emb_sz': 8, 'n_hid': 8, 'n_layers': 1}, pretrained=False)
+    assert both(make).replay.n_replayed>50
+
+def test_checked_again():
+    "One step in so many is traced"
+    learn = learner(n=160).to_tpu(replay=True)
+    learn.replay.check_every = 5
+    with learn.no_bar(),learn.no_logging(): learn.fit(1, 1e-2)
+    eq((learn.replay.n_replayed, learn.replay.n_traced), (15,5)) # 2 traced, then 5 and 1 in turn
+
+def test_a_callback_sees_the_batch():
+    "Of a callback that says that it changes nothing: predictions and loss are those of the batch"
+    class Watch(Callback):
+        order,replayable = 50,True
+        def before_fit(self): self.seen = []
+        def after_batch(self):
+            if self.training: self.seen.append(to_host((self.pred, self.loss, self.yb[0])))
+    learn = learner(cbs=Watch())
+    outcome(learn, True)
+    assert learn.replay.n_replayed==17
+    for pred,loss,y in learn.watch.seen: torch.testing.assert_close(F.cross_entropy(pred, y), torch.Tensor(loss))
+
+# ---- what must not be run again
+
+class Counter(nn.Module):
+    "A layer whose scale depends on how often it was called"
+    def __init__(self): super().__init__(); self.n,self.layer = 0,nn.Linear(8, 3)
+    def forward(self, x):
+        self.n += 1
+        return self.layer(x)*(1+self.n//5)
+
+calls = [0]
+class GlobalCounter(nn.Module):
+    def __init__(self): super().__init__(); self.layer = nn.Linear(8, 3)
+    def forward(self, x):
+        calls[0] += 1
+        return self.layer(x)*(1+calls[0]//5)
+
+class Depth(nn.Module):
+    "Stochastic depth by `random.random()`"
+    def __init__(self): super().__init__(); self.a,self.b = nn.Linear(8, 8),nn.Linear(8, 3)
+    def forward(self, x): return self.b(x+self.a(x) if random.random()<.5 else x)
+
+class Numpy(Depth):
+    def forward(self, x): return self.b(self.a(x) if np.random.rand()<.5 else x)
+
+class Keeps(nn.Module):
+    "A model that collects what it computes"
+    def __init__(self): super().__init__(); self.layer,self.seen = nn.Linear(8, 3),{}
+    def forward(self, x):
+        self.seen[len(self.seen)] = x.mean()
+        return self.layer(x)
+
+class EditGrads(Callback):
+    def before_step(self):
+        for p in self.model.parameters(): p.grad.mul_(1 if self.train_iter<5 else .1)
+
+class Freezes(Callback):
+    "A schedule that freezes a layer in mid-epoch"
+    def before_batch(self):
+        if self.training and self.train_iter==6: self.model[0].requires_grad_(False)
+
+class Swaps(Callback):
+    def before_batch(self):
+        if self.training and self.train_iter==6: self.model[2] = nn.Tanh()
+
+class Own(Optimizer):
+    "Steps by half as much every other time"
+    def step(self, closure=None):
+        for p,*_ in self.all_params(with_grad=True): p.data.add_(p.grad, alpha=-.01/(1+self.state[p].setdefault('n', 0)%2)); self.state[p]['n'] += 1
+
+def hooked():
+    n,m = [0],net()
+    def halve(mod, args, out):
+        n[0] += 1
+        return out/2 if n[0]>5 else out
+    m[0].register_forward_hook(halve)
+    return m
+
+class EpochLoss:
+    "A loss that depends on the epoch"
+    learn = None
+    def __call__(self, pred, y): return F.cross_entropy(pred, y)*(1+self.learn.epoch)
+
+def with_epoch_loss():
+    learn = learner(loss_func=EpochLoss())
+    learn.loss_func.learn = learn
+    return learn
+
+class Growing:
+    "Samples that get longer"
+    def __len__(self): return 80
+    def __getitem__(self, i): return torch.ones(8+i//8)*i/80,i%3
+
+class Sums(nn.Module):
+    def __init__(self): super().__init__(); self.layer = nn.Linear(1, 3)
+    def forward(self, x): return self.layer(x.mean(1, keepdim=True))
+
+def growing():
+    set_seed(3)
+    dls = DataLoaders(*[DataLoader(Growing(), bs=8, num_workers=0) for _ in range(2)])
+    return Learner(dls, Sums(), loss_func=CrossEntropyLossFlat())
+
+def fresh_calls(model):
+    def make():
+        calls[0] = 0
+        return learner(model)
+    return make
+
+refused = dict(counter=(lambda: learner(Counter), 'a step changes the model.n'),
+    global_counter=(fresh_calls(GlobalCounter), 'a step changes `calls`, which GlobalCounter.forward names'),
+    python_random=(lambda: learner(Depth), "a step changes Python's random numbers"), numpy_random=(lambda: learner(Numpy), "a step changes numpy's random numbers"),
+    keeps=(lambda: learner(Keeps), 'a step changes the model.seen'), hook=(lambda: learner(hooked), 'hook hooked.<locals>.halve, which must run in each step'),
+    gradients=(lambda: learner(cbs=EditGrads()), 'EditGrads has `before_step`'), freezes=(lambda: learner(cbs=Freezes()), 'Freezes has `before_batch`'),
+    swaps=(lambda: learner(cbs=Swaps()), 'Swaps has `before_batch`'), accumulates=(lambda: learner(cbs=GradientAccumulation(16)), 'GradientAccumulation has `after_loss`'),
+    own_step=(lambda: learner(opt_func=lambda ps, **kw: Own(ps, [], lr=.01)), 'the step of Own is not one operation on the device'),
+    lookahead=(lambda: learner(opt_func=ranger), 'the step of Lookahead is not one operation on the device'))
+
+@pytest.mark.parametrize('name', refused)
+def test_traced_for_a_reason(name):
+    make,why = refused[name]
+    learn = both(make)
+    assert learn.replay.n_replayed==0 and why in repr(learn.replay), learn.replay
+
+def test_a_loss_that_depends_on_the_epoch():
+    "Each epoch begins with a step that is traced and compared"
+    learn = both(with_epoch_loss)
+    eq((learn.replay.n_replayed, learn.replay.n_traced, learn.replay.why), (16,4,None))
+
+def test_growing_batches(): eq(both(growing, lambda o: o.fit(1, 1e-2)).replay.n_replayed, 0)
+
+def test_a_callback_that_promises_may_freeze():
+    "Who says `replayable` and changes the model nevertheless is seen"
+    class Promises(Freezes): replayable = True
+    class AlsoSwaps(Swaps): replayable = True
+    for cb in (Promises, AlsoSwaps): eq(both(lambda: learner(cbs=cb())).replay.n_replayed, 15 if cb is Promises else 15)
+
+# ---- around it
+
+def test_ctrl_c_in_a_step():
+    "The state, whose memory a running step takes, is whole afterwards"
+    class Interrupt(Callback):
+        replayable = True
+        def after_batch(self):
+            if self.training and self.train_iter==6: signal.setitimer(signal.ITIMER_REAL, 1e-4)
+    learn = learner(n=800, cbs=Interrupt()).to_tpu(replay=True)
+    old = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        with learn.no_bar(),learn.no_logging(),pytest.raises(KeyboardInterrupt): learn.fit(1, 1e-2)
+    finally: signal.signal(signal.SIGALRM, old)
+    assert learn.replay.n_replayed>=4
+    assert all(torch.isfinite(v).all() for v in to_host(list(learn.model.state_dict().values())))
+    learn.remove_cb(Interrupt)
+    with learn.no_bar(),learn.no_logging(): learn.fit(1, 1e-2)
+
+def test_sharded():
+    "One program over two cores: bit for bit the same, and the parameters stay spread"
+    out = run_ok("""
+from fastai.vision.all import *
+from fastai_xla.all import *
+def learner():
+    set_seed(3)
+    x = torch.randn(80, 8, generator=torch.Generator().manual_seed(0))
+    dls = DataLoaders(*[DataLoader(list(zip(x, x[:,:3].argmax(1))), bs=8, num_workers=0) for _ in range(2)])
+    return Learner(dls, nn.Sequential(nn.Linear(8, 256), nn.ReLU(), nn.Dropout(.3), nn.Linear(256, 3)), loss_func=CrossEntropyLossFlat())
+res = []
+for replay in (False, True):
+    learn = learner().to_tpu_sharded(replay=replay)
+    with learn.no_bar(),learn.no_logging(): learn.fit_one_cycle(2, 1e-2)
+    n,spec = learn.replay.n_replayed,[torch_xla._XLAC._get_xla_sharding_spec(p) for p in learn.model.parameters()]
+    learn.detach_tpu_sharded()
+    res.append(([float(o) for o in learn.recorder.losses], [p.tolist() for p in learn.model.parameters()], spec))
+    print(n)
+for a,b in zip(*res): assert a==b, f'{a} != {b}'
+assert any('devices=' in o for o in res[1][2])
+""", CPU_NUM_DEVICES='2')
+    eq([int(o) for o in out.split()], [0,16])
