@@ -35,13 +35,13 @@ def programs(folder):
     temp = [float(o) for o in re.findall(r'Intermediate tensor size: ([\d.]+) GB', (Path(folder)/'debug.txt').read_text())]
     return dict(instructions=step.count(' = '), products=step.count(' dot('), temp=max(temp)*2**30)
 
-def run(**kwargs):
-    "`measure(**kwargs)` in a new process, with what its programs are"
+def run(start=subprocess.run, **kwargs):
+    "`measure(**kwargs)` in a new process, which `start` starts, with what its programs are"
     with tempfile.TemporaryDirectory() as d:
         flags = f'--xla_backend_optimization_level=0 --xla_cpu_enable_concurrency_optimized_scheduler=false --xla_dump_to={d} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*SyncTensorsGraph.*'
         env = {**os.environ, 'PJRT_DEVICE': 'CPU', 'XLA_FLAGS': flags, 'PT_XLA_DEBUG_LEVEL': '2', 'PT_XLA_DEBUG_FILE': f'{d}/debug.txt'}
         env.pop('CPU_NUM_DEVICES', None)
-        res = subprocess.run([sys.executable, __file__, '--one', json.dumps(kwargs)], env=env, capture_output=True, text=True)
+        res = start([sys.executable, __file__, '--one', json.dumps(kwargs)], env=env, capture_output=True, text=True)
         if res.returncode: raise RuntimeError(res.stderr)
         return {**json.loads(res.stdout.splitlines()[-1]), **programs(d)}
 

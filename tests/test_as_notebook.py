@@ -247,15 +247,33 @@ class Writes(Callback):
 
 @case('notebook')
 def patched_methods_that_write():
-    "What they write stays on the cores, and is named"
-    def said(cb=None):
-        with warnings.catch_warnings(record=True) as res:
-            warnings.simplefilter('always')
-            fitted(cb)
-        return [str(o.message) for o in res if 'Changed on the cores' in str(o.message)]
-    named = said(Writes())
-    assert patched_log==[] and len(named)==1 and 'patched_log (list, by a `@patch`ed method)' in named[0], named
-    assert said()==[]
+    "What they write comes home, as what a callback writes"
+    log = patched_log
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter('always')
+        fitted(Writes(), epochs=2)
+    assert log is patched_log and log==[0,1] and not [o for o in said if 'Changed on the cores' in str(o.message)]
+
+class Marks(Callback):
+    def before_fit(self): self.said = self.learn.marked(),self.learn.n_marked,Learner.new_mark().__class__ is Marks,Learner.is_mark(self)
+
+@patch
+def marked(self:Learner): return [o.name for o in self.cbs if isinstance(o, Marks)]
+@patch(as_prop=True)
+def n_marked(self:Learner): return sum(type(o) is Marks for o in self.cbs)
+@patch(cls_method=True)
+def new_mark(cls:Learner): return Marks()
+Learner.is_mark = staticmethod(lambda o: isinstance(o, Marks))
+
+def all_marks(rank, learn): return learn.marked(),learn.n_marked,isinstance(learn.new_mark(), Marks),Learner.is_mark(learn.cbs[-1])
+
+@case('notebook')
+def patched_methods_know_classes():
+    "A class of the notebook is the same in a callback, in a `@patch`ed method and in what a pool runs, on each rank"
+    want = ['marks'],1,True,True
+    for pool in (False, True): assert fitted(Marks(), pool=pool).marks.said==want
+    learn = learner(Marks())
+    assert get_pool(2).run(all_marks, learn)==[want]*2==[all_marks(0, learn)]*2
 
 class AsksLearner(Callback):
     def before_fit(self): self.said = self.learn.of_the_notebook()[1]

@@ -2,6 +2,7 @@
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+import fresh
 from fresh import repo
 
 sys.path.insert(0, str(repo/'benchmarks'))
@@ -9,10 +10,15 @@ from depth import run
 
 cases = [(4,'plain'), (4,'grad_ckpt'), (4,'scan'), (8,'plain'), (8,'scan')]
 
+def forked(cmd, env, **kwargs):
+    "As `subprocess.run`; its settings are read when the device starts, so a fork will do"
+    return fresh.run(*cmd[1:], cold=False, CPU_NUM_DEVICES=None, **{k: env[k] for k in ('XLA_FLAGS','PT_XLA_DEBUG_LEVEL','PT_XLA_DEBUG_FILE')})
+
 @lru_cache(None)
 def compiled():
     "{(blocks, mode): what was measured}"
-    with ThreadPoolExecutor(2) as pool: return dict(zip(cases, pool.map(lambda o: run(depth=o[0], mode=o[1], dim=64, bs=64, opt='Adam', mesh=dict(fsdp=8)), cases)))
+    def one(case): return run(forked, depth=case[0], mode=case[1], dim=64, bs=64, opt='Adam', mesh=dict(fsdp=8))
+    with ThreadPoolExecutor(2) as pool: return dict(zip(cases, pool.map(one, cases)))
 
 def planned(depth, mode):
     from fastai_xla.monitor import plan_training

@@ -1,5 +1,5 @@
 "A pool of replicas that stays: speed of the second call, messages, Ctrl-C, idleness, shared memory, and one process per core."
-import os, signal, subprocess, sys, threading, time
+import os, signal, subprocess, threading, time
 
 import numpy as np, psutil, pytest, torch
 
@@ -8,6 +8,7 @@ from fastai_xla.launch.crew import _start_process
 from fastai_xla.runtime import xla_counts
 from fastai_xla.runtime import first_signal, rank, world_size
 from fastai_xla.runtime.device import xm
+from forks import Forked
 from fresh import repo
 
 @pytest.fixture(scope='module')
@@ -297,7 +298,7 @@ def f(rank):
 TPUPool(2).run(f)'''
 
 def test_parent_is_killed_while_replicas_run():
-    p = subprocess.Popen([sys.executable, '-c', orphan], stdout=subprocess.PIPE, text=True, cwd=repo)
+    p = Forked(['-c', orphan], stdout=subprocess.PIPE, text=True, cwd=repo)
     child = int(p.stdout.readline().split()[1])
     p.kill()
     p.wait()

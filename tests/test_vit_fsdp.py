@@ -65,6 +65,13 @@ def test_torch_xlas_wrapper_and_one_block(tmp_path):
     one = train(tmp_path/'one', '--num_blocks', 1, '--num_epochs', 1)
     assert 'One block has no neighbour like it' in one and len(epoch(one, 1))==3
 
+def test_flags_reach_the_wrapper(monkeypatch):
+    monkeypatch.syspath_prepend(str(repo/'examples'))
+    from vit_fsdp import get_learner, parser
+    def options(*flags): return get_learner(parser().parse_args([*map(str, args[1:]), '--fsdp', '2', *flags])).tpu_pool_trainer.options['fsdp']
+    assert options('--flatten_parameters', '--no_reshard_after_forward')==dict(flatten_parameters=True, reshard_after_forward=False, grad_ckpt=True)
+    assert options('--reshard_after_forward', '--no_grad_ckpt')==dict(reshard_after_forward=True, grad_ckpt=False)
+
 def test_sizes_that_cannot_be(tmp_path):
     for flags,msg in ((('--batch_size', 0), '--batch_size: it must be a whole number, at least 1. Got'), (('--num_blocks', 0), '--num_blocks: it must be'),
                       (('--num_blocks', 1, '--scan'), '--scan and --mark_step need --num_blocks 2 or more'), (('--scan', '--flatten_parameters'), 'neither --scan'),

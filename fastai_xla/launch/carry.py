@@ -196,7 +196,7 @@ class Arrived:
     def _look(self):
         for key,owner in self.owners.items():
             for k,v in slots(owner).items():
-                if (key,k) not in self.seen: self._number(key, k, v)
+                if (key,k) not in self.seen or self.seen[key,k][0] is not v: self._number(key, k, v) # what comes later stands for what came before
 
     def _number(self, key, k, v):
         objects = found(v, self.ids)
@@ -215,7 +215,7 @@ class Arrived:
 # %% ../../nbs/53_launch.carry.ipynb #c6b1bf5d
 class Arrival(Arrived):
     "What has come, and what of it goes home"
-    patches = None # the `Arrival` of the notebook's patches, which the replicas of a process share
+    patches = () # the notebook's, of this replica
     def _dump(self, changed):
         names = {(key,k) for key,k,_ in changed}
         held = {r: contents(o) for o in self.held if (r := self.refs[id(o)])[:2] in names}
@@ -230,13 +230,13 @@ class Arrival(Arrived):
     def home(self):
         "What has changed, as (names that both sides know, pickle, names of what cannot go home); None if nothing has"
         if not self.watch: return
-        changed,stays = [*self._changed()],[*_names(self.patches._changed(), ', by a `@patch`ed method')] if self.patches else []
-        if not changed and not stays: return
+        changed = [*self._changed()]
+        if not changed: return
         goes = [o for o in changed if self._goes(*o)]
         order = [(*k, types) for k,(_,_,types) in self.seen.items()]
-        return order, self._dump(goes), [*_names(o for o in changed if not self._goes(*o)), *stays]
+        return order, self._dump(goes), [*_names(o for o in changed if not self._goes(*o))]
 
-def _names(changes, how=''): return (f"{k.split()[-1]} ({type(v).__name__}{how})" for _,k,v in changes)
+def _names(changes): return (f"{k.split()[-1]} ({type(v).__name__})" for _,k,v in changes)
 
 def spare(objects):
     "The state of `objects` goes home by another way"

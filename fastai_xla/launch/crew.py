@@ -19,13 +19,13 @@ from .wire import Asked, Hold, LaunchError, LaunchInterrupt, Run, StopAt, unpick
 
 # %% ../../nbs/56_launch.crew.ipynb #pack-run
 def _state():
-    "What the notebook has set and patched in libraries; what cannot be sent of it is left out"
+    "What the notebook has set and patched in libraries, as (settings, patches); what cannot be sent of it is left out"
     def goes(o):
         try: return bool(dumps(o))
         except Exception: return False
     settings = settings_now()
     for k in ('fastai','pandas'): settings[k] = {n: v for n,v in settings.get(k, {}).items() if goes(v)}
-    return dumps((settings, [o for o in users_patches() if goes(o)]))[0]
+    return settings, [o for o in users_patches() if goes(o)]
 
 def pack_run(
     fn, # Called as `fn(rank, *args)`
@@ -33,11 +33,12 @@ def pack_run(
     run_id:int=0 # Its number
 ):
     "The `Run` that has a process call `fn(rank, *args)`, and what must live until it has"
-    try: call,kept = dumps((fn,args), share=True)
+    settings,patches = _state()
+    try: call,kept = dumps((fn, args, [v for _,_,v in patches]), share=True)
     except Exception as e: raise unpicklable_error(e, fn=fn, args=args) from None
     modules = [o for o in sys.modules if o.split('.')[0] in ('fastai','fastai_xla')]
     sources = {k: v for k,v in linecache.cache.items() if len(v)==4 and not os.path.exists(k)}
-    return Run(os.getcwd(), sys.path, modules, sources, call, run_id, _state()), kept
+    return Run(os.getcwd(), sys.path, modules, sources, call, run_id, dumps((settings, patches))[0]), kept
 
 # %% ../../nbs/56_launch.crew.ipynb #home
 class _HomeUnpickler(pickle.Unpickler):

@@ -10,9 +10,9 @@ __all__ = ['this_process', 'post', 'stop_requested']
 # %% ../../nbs/55_launch.replica.ipynb #imports
 import atexit, gc, importlib, linecache, multiprocessing, os, pickle, queue, signal, sys, threading, time, traceback
 from contextlib import suppress
-from functools import partial
+from functools import partial, wraps
 from ..runtime.device import device_kind, start_error, torch_xla, xla_device, xm, xr
-from ..runtime.users import apply_settings, users_modules
+from ..runtime.users import apply_settings, of_fastcore, users_modules
 from ..patches.registry import Loans
 from ..virtual_cores.replicas import lend_fork, run_on_devices
 from .carry import arrival, Arrival, dumps, loads
@@ -100,7 +100,8 @@ def _run(call):
     p,_here.rank = _process,xr.global_ordinal()
     arrival.now = Arrival(_here.rank==0)
     try:
-        fn,args = loads(call)
+        fn,args,arrival.now.patches = loads(call)
+        Arrival.patches = arrival.now.patches
         res = fn(_here.rank, *args)
         torch_xla.sync()
         try: res = dumps(res)[0]
@@ -118,6 +119,7 @@ def _send_home():
     left,arrival.now.watch = arrival.now.home(),False
     if left: _process.send(Left(left))
 
+# %% ../../nbs/55_launch.replica.ipynb #take
 _read = {}
 
 def _forget_edited():
@@ -127,12 +129,20 @@ def _forget_edited():
             read = os.stat(m.__file__).st_mtime_ns
             if _read.setdefault(m.__name__, read)!=read: del sys.modules[m.__name__],_read[m.__name__]
 
+def _of_replica(i, v):
+    "What stands in a library for the notebook's patch `i`, which is like `v`: each replica calls its own copy, with its classes and globals"
+    mine = lambda: (arrival.now or Arrival).patches[i]
+    def calls(f, find): return f and wraps(f)(lambda *args, **kwargs: find()(*args, **kwargs))
+    if isinstance(v, property): return property(*[calls(getattr(v, o), lambda o=o: getattr(mine(), o)) for o in ('fget','fset','fdel')])
+    if isinstance(v, (staticmethod,classmethod)): return type(v)(calls(v.__func__, lambda: mine().__func__))
+    return type(v)(calls(v.f, lambda: mine().f)) if of_fastcore(v) else calls(v, mine)
+
 def _take_state(state, loans):
     "Have here what the notebook has set and patched in libraries"
-    arrival.now = Arrival.patches = Arrival(_process.rank==0)
+    arrival.now = Arrival(False)
     try: settings,patches = loads(state)
     finally: arrival.now = None
-    for o in patches: loans.put(*o)
+    for i,(owner,name,v) in enumerate(patches): loans.put(owner, name, _of_replica(i, v))
     apply_settings(settings)
 
 def _take(replicate, run):
@@ -145,7 +155,7 @@ def _take(replicate, run):
     with Loans() as loans:
         if run.state: _take_state(run.state, loans)
         replicate(partial(_run, run.call))
-    Arrival.patches = None
+    Arrival.patches = ()
     _forget_edited()
     gc.collect()
     xm.wait_device_ops()

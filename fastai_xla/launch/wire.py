@@ -121,7 +121,7 @@ class Run:
     path:list # `sys.path` of the caller
     modules:list # Modules that are imported first
     sources:dict # Lines of notebook cells, as `linecache` holds them
-    call:tuple # (function, arguments), by `dumps`
+    call:tuple # (function, arguments, patches of the user's), by `dumps`
     run_id:int=0 # Its number
     state:tuple|None=None # (settings of libraries, patches of the user's), by `dumps`
 

@@ -61,10 +61,15 @@ def _library_owners(n):
     mods = [m for k,m in list(sys.modules.items()) if k.split('.')[0] in _patched and isinstance(m, ModuleType)]
     return [*mods, *{o for m in mods for o in list(vars(m).values()) if issubclass(type(o), type) and o.__module__.split('.')[0] in _patched}]
 
+def of_fastcore(v):
+    "Is `v` what `@patch(cls_method=True)` has put into a class?"
+    return type(v).__module__=='fastcore.basics' and type(v).__name__=='_clsmethod'
+
 def _function(v):
     "The function in a method of any kind; nothing is asked of other objects, of which some start CUDA when they are"
     if issubclass(type(v), property): v = v.fget
     if issubclass(type(v), (staticmethod, classmethod)): v = v.__func__
+    if of_fastcore(v): v = v.f
     return v if type(v) is FunctionType else None
 
 def users_patches():
