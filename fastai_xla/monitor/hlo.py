@@ -24,7 +24,7 @@ _messages = dict(
         use_global_device_ids=(71, 'bool')),
     ShapeProto=dict(element_type=(2, 'int32'), dimensions=(3, ['int64']), tuple_shapes=(4, ['ShapeProto'])),
     OpMetadata=dict(op_type=(1, 'string'), op_name=(2, 'string'), source_file=(3, 'string'), source_line=(4, 'int32')),
-    LiteralProto=dict(s32s=(4, ['int32']), s64s=(5, ['int64'])),
+    LiteralProto=dict(s32s=(4, ['int32']), s64s=(5, ['int64']), u32s=(6, ['uint32']), u64s=(7, ['uint64'])),
     CompileOptionsProto=dict(executable_build_options=(3, 'ExecutableBuildOptionsProto')),
     ExecutableBuildOptionsProto=dict(device_ordinal=(1, 'int64'), num_replicas=(4, 'int64'), num_partitions=(5, 'int64'), use_spmd_partitioning=(6, 'bool'),
         device_assignment=(9, 'DeviceAssignmentProto'), allow_spmd_sharding_propagation_to_output=(12, ['bool']), exec_time_optimization_effort=(20, 'float')),
@@ -42,7 +42,7 @@ def _add_field(msg, package, types, name, number, kind):
     f = msg.field.add(name=name, number=number, label=3 if repeated else 1)
     if kind in types: f.type = types[kind]
     else: f.type,f.type_name = types['message'],f'.{package}.{kind}'
-    if repeated and kind in ('int64','int32','bool'): f.options.packed = True
+    if repeated and kind in ('int64','int32','uint64','uint32','bool'): f.options.packed = True
 
 @lru_cache(None)
 def _classes():
@@ -50,7 +50,7 @@ def _classes():
     try: from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
     except ImportError as e: raise _needs_protobuf(e) from e
     F = descriptor_pb2.FieldDescriptorProto
-    types = dict(string=F.TYPE_STRING, bytes=F.TYPE_BYTES, int32=F.TYPE_INT32, int64=F.TYPE_INT64, bool=F.TYPE_BOOL, float=F.TYPE_FLOAT, message=F.TYPE_MESSAGE)
+    types = {k: getattr(F, f'TYPE_{k.upper()}') for k in ('string','bytes','int32','int64','uint32','uint64','bool','float','message')}
     file = descriptor_pb2.FileDescriptorProto(name='fastai_xla.proto', package='fastai_xla', syntax='proto2')
     for name,fields in _messages.items():
         msg = file.message_type.add(name=name)
@@ -112,7 +112,7 @@ def _turns(o, comps):
     while todo:
         for j in comps[todo.pop()]:
             todo += j.called_computation_ids
-            best = max([best, *(n for n in [*j.literal.s32s, *j.literal.s64s] if n<1<<31)])
+            best = max([best, *(n for n in [*j.literal.s32s, *j.literal.s64s, *j.literal.u32s, *j.literal.u64s] if n<1<<31)])
     return best
 
 _callers = 'while','call','conditional'
