@@ -85,7 +85,7 @@ class TPUReport(StepReports):
     ):
         "Memory of a device, and the estimated time by kind of work, as a picture"
         import matplotlib.pyplot as plt
-        if axs is None: axs = plt.subplots(1, 2, figsize=(10,3))[1]
+        if axs is None: axs = plt.subplots(1, 2, figsize=(11,3.5), layout='constrained')[1]
         left = 0
         for k,v in self.memory.items():
             axs[0].barh(0, v/1e9, left=left, label=k)
