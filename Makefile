@@ -5,19 +5,20 @@ OLDEST ?= .venv-oldest
 CANDIDATES := $(PYTHON) python3 python3.13 python3.12 python3.11 python3.10
 META := settings.ini setup.py pyproject.toml tools/install.sh
 BIN := $(VENV)/bin
-.PHONY: help demo test test-oldest bench nbs tutorials docs dist clean
+.PHONY: help demo test test-oldest bench compile-all nbs tutorials docs dist clean
 
 help:
 	@echo 'make demo          install into $(VENV) and train on handwritten digits (the main job)'
 	@echo 'make test          install into $(VENV) and run every test and notebook'
 	@echo 'make test-oldest   the same tests with the oldest supported versions, in $(OLDEST)'
 	@echo 'make bench         what the host does in a step, beside a hand-written torch_xla loop and others: table and bench.json'
+	@echo 'make compile-all   every family of programs through the compiler of a TPU, at full effort (no TPU needed): a table'
 	@echo 'make nbs           export modules from the notebooks, clean the notebooks, render README.md'
 	@echo 'make tutorials     run the tutorials and store their outputs'
 	@echo 'make docs          the documentation as a static site, in _docs'
 	@echo 'make dist          wheel and source distribution, in dist'
 	@echo 'make clean         remove what the other targets made, environments too'
-	@echo 'Options: PYTHON=/path/to/python3.12; for the tests FILES="tests/test_repo.py ..." and JOBS=2; for the bench BENCH="--works vit"'
+	@echo 'Options: PYTHON=/path/to/python3.12; for the tests FILES="tests/test_repo.py ..." and JOBS=2; for the bench BENCH="--works vit"; for compile-all FAMILIES="unet gan"'
 
 demo: $(VENV)/.done
 	@$(BIN)/fastai-xla demo
@@ -30,6 +31,9 @@ test-oldest: $(OLDEST)/.done-dev
 
 bench: $(VENV)/.done-bench
 	@$(BIN)/python benchmarks/bench.py $(BENCH)
+
+compile-all: $(VENV)/.done-dev
+	@$(BIN)/python benchmarks/compile_all.py $(FAMILIES)
 
 nbs: $(VENV)/.done-dev
 	@$(BIN)/nbdev-export && $(BIN)/nbdev-clean && $(BIN)/python tools/readme.py

@@ -36,6 +36,7 @@ from .models.timm import *
 from .models.scan import *
 from .models.blocks import *
 from .models.ranges import *
+from .models.scopes import *
 from .train.move import *
 from .train.state import *
 from .train.steppers import *

@@ -190,7 +190,7 @@ def _compile(args):
     from fastai_xla.monitor import CompileError
     try: report = learn.compile_for(a.slice, a.form, a.fast, a.limit, **({} if a.fsdp is None else dict(fsdp=a.fsdp)))
     except ValueError as e: p.error(str(e))
-    except (CompileError, TimeoutError, ImportError) as e: sys.exit(f'{type(e).__name__}: {e}')
+    except (CompileError, OSError, ImportError) as e: sys.exit(f'{type(e).__name__}: {e}')
     print(report)
     return int(not report.fits)
 

@@ -64,7 +64,7 @@ CASES = [ # what is called, and of its arguments the wrong values
     (lambda **kw: learn().load_sharded(**kw), dict(file=place, with_opt=but(None, 0), strict=bit, allow_pickle=bit), dict(file='a')),
     (lambda **kw: learn().export_safetensors(**kw), dict(file=place, config=but(None)), dict(file='a')),
     (lambda **kw: learn().save_for_hub(**kw), dict(folder=place, labels=but(None, [])), dict(folder='a')),
-    (tpu_slice, dict(name=but('a'))), (compiled, dict(name=but('a'), form=but(None), fast=bit, limit=but(1.5))),
+    (tpu_slice, dict(name=but('a'))), (compiled, dict(name=but('a'), form=but(None), fast=bit, limit=but(1.5), cache=place_or_none)),
     (lambda **kw: learn().largest_batch(**kw), dict(name=but('a'), most=count), dict(name='v5e-8')),
     (XLAStats, dict(warm=at_least_0)), (usual_step, dict(steps=but([]), warm=at_least_0), dict(steps=[])),
     (train_batches, dict(learn=WRONG, n=count), dict(learn=learn(), n=1, cbs=[])), (read_dump, dict(folder=place)), (training_graph, dict(graphs=WRONG)),
@@ -108,7 +108,7 @@ SEAMS = '''start_iter DeviceDL Shipment EventTeller lengthen_lr_find run_along r
     function_of restores OwnDraws MarkedDL graph_error DevicePhases BatchEnds BadStepWatch launch_error shapes_of process_start is_running Lease
     check_room groups_by_size pieces_of read_pieces plain_dtype tensor_kind Encoder encode encode_states Decoder decode checkpoint_fault find_checkpoint
     StoreReader copy_state note_made made_as fingerprint check_differences note_config CheckpointOptions settings_of progress_file plan_goal load_weights
-    StateRestorer FitResumer hlo_message compile_options ProgramReport tpu_advice trace_phase StepReports TPUReport'''.split()
+    StateRestorer FitResumer hlo_message compile_options ProgramReport tpu_advice trace_phase StepReports TPUReport scope_of'''.split()
 
 def options(f):
     "The parameters of `f` that say they are numbers, words or switches"

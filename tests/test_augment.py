@@ -8,7 +8,7 @@ from timm.data.random_erasing import RandomErasing as TimmErasing
 from fastai_xla.all import *
 from fastai_xla.data.placement import device_version
 from fastai_xla.patches.registry import Loans
-from fastai_xla.runtime.device import torch_xla, xm
+from fastai_xla.runtime.device import make_programs_for, torch_xla, xm
 from fastai_xla.train.stand_ins import lend_stand_ins
 from fresh import run
 
@@ -266,6 +266,40 @@ def test_grid_sample(mode, padding_mode, align_corners):
 def test_one_pixel_and_odd_sizes(size):
     def f(b): return F.grid_sample(b[0], F.affine_grid(b[1], (2,1,size,3), align_corners=True), align_corners=True, padding_mode='reflection'),
     holds(*measure(f, f, (torch.rand(2,1,size,size),torch.rand(2,2,3))), 2e-6)
+
+# ---- as traced for a TPU: matrix products for look-ups
+
+@pytest.fixture
+def for_a_tpu():
+    make_programs_for('TPU')
+    yield
+    make_programs_for(None)
+
+@pytest.mark.parametrize('mode', ['bilinear','nearest'])
+@pytest.mark.parametrize('padding_mode', ['zeros','border','reflection'])
+@pytest.mark.parametrize('align_corners', [True,False])
+def test_grid_sample_for_a_tpu(mode, padding_mode, align_corners, for_a_tpu):
+    g = torch.Generator().manual_seed(0)
+    x,grid = torch.randn(2,3,7,5, generator=g),torch.randn(2,6,4,2, generator=g)*1.5
+    grid[0,0] = torch.tensor([[-1,-1],[1,1],[3,-40],[0,0]])
+    def f(b): return F.grid_sample(*b, mode=mode, padding_mode=padding_mode, align_corners=align_corners),
+    holds(*measure(f, f, (x,grid)), AFFINE if mode=='bilinear' else 0)
+    text = torch_xla._XLAC._get_xla_tensors_hlo(list(f(upload((x,grid), DEVICE))))
+    assert 'dot(' in text and 'gather(' not in text
+
+@pytest.mark.parametrize('name', ['flip','dihedral','warp','aug_mult','aug_zeros','aug_border','aug_edges','rotate_nearest','whole'])
+def test_images_for_a_tpu(name, for_a_tpu): test_images(name)
+
+@pytest.mark.parametrize('name', SIZES)
+def test_sizes_for_a_tpu(name, for_a_tpu): test_sizes(name)
+
+def test_points_for_a_tpu(for_a_tpu): test_targets('points', 'aug_mult')
+
+def test_gradients_and_large_images_are_looked_up_on_a_tpu_too(for_a_tpu):
+    def text(x, grid): return torch_xla._XLAC._get_xla_tensors_hlo([F.grid_sample(x, grid, align_corners=True)])
+    x,grid = torch.rand(1,3,8,8, device=DEVICE),torch.rand(1,8,8,2, device=DEVICE)
+    assert 'gather(' not in text(x, grid)
+    assert 'gather(' in text(x.requires_grad_(), grid) and 'gather(' in text(torch.rand(1,3,640,480, device=DEVICE), grid)
 
 def test_the_cpu_is_untouched():
     "Bit for bit, with and without the replacements"

@@ -1,11 +1,18 @@
 "Steps of Learners through the TPU's own compiler: they compile, fit, and say so; what cannot be is an error, and no process stays"
-import os, signal, threading, time
+import os, signal, subprocess, sys, threading, time
+from configparser import ConfigParser
+from types import SimpleNamespace
 import psutil, pytest, torch
 from torch import nn
 from fastai.vision.all import accuracy, CrossEntropyLossFlat, DataLoaders, Learner, TfmdDL
 import fastai_xla.all
 from fastai_xla.runtime import runtime_started
-from fastai_xla.monitor import CompileError, libtpu, ProgramReport, read_program, tpu_slice
+from fastai_xla.monitor import CompileError, compile as compiling, libtpu
+from compile_families import FAMILIES
+from forks import Forked
+from fresh import repo, run
+
+for _nm in [o for o in dir() if o.startswith('test')]: del globals()[_nm]   # fastcore's own would be collected as tests
 
 def learner(bs=16, wide=16, n=64, **kwargs):
     torch.manual_seed(0)
@@ -16,6 +23,18 @@ def learner(bs=16, wide=16, n=64, **kwargs):
 
 def children(): return {o.pid for o in psutil.Process().children(recursive=True) if o.status()!=psutil.STATUS_ZOMBIE}
 
+def as_fork(args, start_new_session, **kwargs): return Forked(args[1:], **kwargs) # which has a session of its own
+
+@pytest.fixture(scope='module', autouse=True)
+def forks_serve(): run('-c', 'pass')
+
+@pytest.fixture(autouse=True)
+def cold_cache_and_forks(tmp_path, monkeypatch, request):
+    "Nothing is compiled yet; the child is a fork of a process that has imported torch_xla and fastai, but in tests named `as_users_start`"
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path/'cache'))
+    if 'as_users_start' not in request.node.name:
+        monkeypatch.setattr(compiling, 'subprocess', SimpleNamespace(Popen=as_fork, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT))
+
 @pytest.fixture
 def no_process_left():
     before = children()
@@ -24,10 +43,18 @@ def no_process_left():
     while children()-before and time.time()<until: time.sleep(.1)
     assert not children()-before
 
-@pytest.mark.parametrize('name,form,options,n', [('colab',None,{},1), ('v5e-4',None,{},4), ('v6e-4','sharded',dict(fsdp=4),4), ('v4-8','sharded',dict(fsdp=2, replica=2),4)])
+@pytest.mark.parametrize('name,form,options,n', [('v5e-4',None,{},4), ('v6e-4','sharded',dict(fsdp=4),4), ('v4-8','sharded',dict(fsdp=2, replica=2),4)])
 def test_forms(name, form, options, n, no_process_left):
     learn = learner(wide=256 if form else 16)
-    r = learn.compile_for(name, form, fast=True, **options)
+    check_form(learn, learn.compile_for(name, form, fast=True, **options), form, n)
+
+def test_one_core_as_users_start(no_process_left):
+    learn = learner()
+    r = learn.compile_for('colab', fast=True)
+    check_form(learn, r, None, 1)
+    assert 'to_bf16' in repr(r)
+
+def check_form(learn, r, form, n):
     train = r.programs['train']
     assert r.fits and r.slice.n==n and train.cycles>1000 and r.programs['valid'].cycles<train.cycles
     n_params = sum(p.numel()*4 for p in learn.model.parameters())
@@ -38,29 +65,87 @@ def test_forms(name, form, options, n, no_process_left):
     assert r.programs['valid'].memory.args>held
     assert ('all-reduce' in train.collectives)==(n>1)
     assert train.memory.alias>=3*held # parameters and optimizer state are written in place
-    assert name!='colab' or 'to_bf16' in repr(r)
     assert next(learn.model.parameters()).device.type=='cpu' and not runtime_started()
 
+def test_what_was_compiled_is_kept(no_process_left):
+    first,again = [learner().compile_for('colab', fast=True) for _ in range(2)]
+    assert len(list(compiling._cache_folder().iterdir()))==2
+    assert repr(first)==repr(again) and 'by module: ' in repr(first)
+
+@pytest.mark.parametrize('name', FAMILIES)
+def test_families(name, no_process_left):
+    make,slice,form,options = FAMILIES[name]
+    learn = make()
+    r = learn.compile_for(slice, form, fast=True, limit=120, **options)
+    train = r.programs['train']
+    assert r.fits and train.cycles>r.programs['valid'].cycles>1000 and train.memory.alias>0
+    assert ('all-reduce' in train.collectives)==(r.slice.n>1)
+    if options.get('fsdp'): assert train.collectives['all-gather']>8
+    if 'bf16' in name: assert not any('float32' in o for o in r.found['train'])
+    if 'images' in name: # what is looked up are whole images and numbers of classes: pixels are sampled by products
+        assert max([int(s.split('[')[1].split(',')[0].rstrip(']')) for k,s in train.unknown if 'gather' in k], default=0)<=learn.dls.bs
+
 def test_what_does_not_fit(no_process_left):
+    class Wide(nn.Module):
+        def forward(self, x): return (x.expand(40_000, 200_000).sin().cumsum(0)*x).sum()
     class Large(nn.Module):
-        def __init__(self): super().__init__(); self.l = nn.Linear(768, 10); self.big = nn.Parameter(torch.zeros(1))
-        def forward(self, x): return self.l(x.flatten(1)) + (self.big.expand(40_000, 200_000).sin().cumsum(0)*self.big).sum()
+        def __init__(self): super().__init__(); self.l,self.big,self.wide = nn.Linear(768, 10),nn.Parameter(torch.zeros(1)),Wide()
+        def forward(self, x): return self.l(x.flatten(1)) + self.wide(self.big)
     learn = learner()
     learn.model = Large()
-    with pytest.raises(CompileError, match='training step could not be compiled') as e: learn.compile_for('colab', fast=True)
+    with pytest.raises(CompileError, match="training step could not be compiled .*40000,200000.* in the model's module 'wide'") as e: learn.compile_for('colab', fast=True)
     assert e.value.is_memory
+
+def test_largest_batch(no_process_left):
+    "Results of 1.6 GB for each sample"
+    class Widen(nn.Module):
+        def __init__(self): super().__init__(); self.w = nn.Parameter(torch.ones(1))
+        def forward(self, x): return (x.flatten(1)[:,:500,None]*self.w).expand(-1, 500, 800_000).sin().cumsum(1).mean((1,2))[:,None].expand(-1, 10)
+    learn = learner(bs=4, n=16)
+    learn.model,dls = Widen(),learn.dls
+    n = learn.largest_batch('v5e-1', most=16)
+    assert 1<=n<16 and learn.dls is dls and dls.bs==4
 
 def test_a_learner_that_cannot_be_traced(no_process_left):
     learn = learner()
-    learn.model = nn.Linear(7, 2)
-    with pytest.raises(CompileError, match='training step could not be traced: RuntimeError: .*mul'): learn.compile_for('colab')
+    learn.model = nn.Sequential(nn.Flatten(), nn.Sequential(nn.Linear(7, 2)))
+    with pytest.raises(CompileError, match="training step could not be traced in the model's module '1.0', a Linear: RuntimeError: .*dot"): learn.compile_for('colab')
 
-def test_limit(no_process_left):
+def test_limit_as_users_start(no_process_left):
     with pytest.raises(TimeoutError, match='longer than the time limit of 1 s.*fast=True'): learner().compile_for('colab', limit=1)
 
-def test_ctrl_c(no_process_left):
-    threading.Timer(4, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+def test_ctrl_c_as_users_start(no_process_left):
+    threading.Timer(8, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt): learner().compile_for('colab')
+
+full = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from test_tpu_compile import learner
+learner().compile_for('colab', fast=True)
+"""
+
+def test_no_room_on_disk(tmp_path):
+    "On a disk of 1 MB, in a namespace of mounts"
+    mount = f'mount -t tmpfs -o size=1m none {tmp_path} && TMPDIR={tmp_path} exec {sys.executable} -c "$0" {repo}/tests'
+    res = subprocess.run(['unshare', '-rm', 'sh', '-c', mount, full], capture_output=True, text=True, timeout=300)
+    if 'unshare' in res.stderr or 'mount:' in res.stderr: pytest.skip('no namespaces here')
+    assert res.returncode==1 and f"OSError: [Errno 28] Programs are written to {tmp_path}, which has" in res.stderr and 'set TMPDIR' in res.stderr
+
+def test_a_folder_that_keeps_nothing_costs_nothing_else(tmp_path):
+    (tmp_path/'file').write_text('')
+    assert learner().compile_for('colab', fast=True, cache=tmp_path/'file'/'cache').fits
+
+def test_each_python_has_a_known_libtpu():
+    from packaging.requirements import Requirement
+    ini = ConfigParser(delimiters=['='])
+    ini.read(repo/'settings.ini')
+    lines = [Requirement(o) for o in ini['DEFAULT']['compile_requirements'].strip().splitlines()]
+    for python in ('3.10','3.11','3.12','3.13'):
+        env = dict(python_version=python, sys_platform='linux', platform_machine='x86_64')
+        got = [str(o.specifier) for o in lines if o.name=='libtpu' and o.marker.evaluate(env)]
+        assert len(got)==1 and got[0].removeprefix('==') in libtpu.known_libtpu
+    assert not any(o.marker.evaluate(dict(python_version='3.12', sys_platform='darwin', platform_machine='arm64')) for o in lines if o.marker)
 
 def test_without_libtpu(monkeypatch):
     find_spec = libtpu.importlib.util.find_spec

@@ -7,3 +7,4 @@ from .timm import *
 from .scan import *
 from .blocks import *
 from .ranges import *
+from .scopes import *

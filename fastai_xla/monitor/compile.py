@@ -8,14 +8,14 @@ Docs: https://fastai-xla.github.io/fastai_xla/monitor.compile.html.md"""
 __all__ = ['StepReports', 'TPUReport']
 
 # %% ../../nbs/96_monitor.compile.ipynb #imports
-import json, os, pickle, signal, subprocess, sys, tempfile, time
+import errno, json, os, pickle, shutil, signal, subprocess, sys, tempfile, time
 from contextlib import contextmanager
 from dataclasses import asdict
 from html import escape
 from pathlib import Path
 from fastai.basics import Learner
 from fastcore.all import patch
-from ..runtime.args import check_bool, check_int, check_number
+from ..runtime.args import check_bool, check_int, check_number, check_path
 from ..runtime.table import size_text, RowTable
 from ..patches.learner import xla_callbacks
 from ..launch.carry import dumps
@@ -85,7 +85,7 @@ class TPUReport(StepReports):
     ):
         "Memory of a device, and the estimated time by kind of work, as a picture"
         import matplotlib.pyplot as plt
-        if axs is None: axs = plt.subplots(1, 2, figsize=(10,3))[1]
+        if axs is None: axs = plt.subplots(1, 2, figsize=(11,3.5), layout='constrained')[1]
         left = 0
         for k,v in self.memory.items():
             axs[0].barh(0, v/1e9, left=left, label=k)
@@ -111,6 +111,13 @@ def _child(folder):
         except ProcessLookupError: pass
         p.wait()
 
+_room = 64_000_000 # Bytes on disk
+
+def _check_room(folder):
+    free = shutil.disk_usage(folder).free
+    if free<_room: raise OSError(errno.ENOSPC, f"Programs are written to {folder.parent}, which has {size_text(free)} left, and {size_text(_room)} are "
+        "needed: make room, or set TMPDIR to a folder on another disk")
+
 def _stage(folder):
     said = [o for o in (folder/'said.txt').read_text(errors='replace').splitlines() if o.startswith(('tracing','compiling'))]
     return said[-1] if said else 'starting'
@@ -118,6 +125,7 @@ def _stage(folder):
 def _await(p, folder, limit, tell):
     start,last = time.time(),None
     while p.poll() is None:
+        _check_room(folder)
         stage = _stage(folder)
         if tell and stage!=last: print(f'\r{stage:<30}', end='', flush=True)
         last = stage
@@ -132,7 +140,7 @@ def _check_done(p, folder):
         file = folder/f'{phase}.failed'
         if not file.exists(): continue
         e = json.loads(file.read_text())
-        raise CompileError(f"The {_names[phase]} could not be {e['stage']}: {e['error'].strip()}")
+        raise CompileError(f"The {_names[phase]} could not be {e['stage']}{e['error'].rstrip()}")
     if p.returncode: raise CompileError(f"The compiling process ended with exit code {p.returncode}: {(folder/'said.txt').read_text(errors='replace')[-2000:]}")
 
 # %% ../../nbs/96_monitor.compile.ipynb #compile-for
@@ -152,25 +160,30 @@ def _read(folder, s, job, learn):
         held = held or {o: facts[o] for o in ('params','opt_state')}
     return TPUReport(s, job, programs, found, held, learn.dls.train.bs)
 
+def _cache_folder(): return Path(os.environ.get('XDG_CACHE_HOME', '~/.cache')).expanduser()/'fastai_xla'/'compiled'
+
 @patch
 def compile_for(self:Learner,
     name:str, # A TPU slice, such as 'v5e-8', 'kaggle' or 'colab'
     form:str=None, # 'tpu', 'distributed' or 'sharded'; None: as this Learner trains, or what suits the slice
     fast:bool=False, # Compile in a fifth of the time, for memory and errors; times are then too long
     limit:float=1800, # Seconds after which it is given up
+    cache=None, # Folder of what was compiled before; None: one in the user's cache folder
     **options, # For `to_tpu`, `to_tpu_distributed` or `to_tpu_sharded`, such as fsdp=8
 ):
     "A `TPUReport` of this Learner's steps, by the TPU's own compiler; needs no TPU"
     s = tpu_slice(name)
     check_bool('fast', fast)
     check_number('limit', limit, above=0)
+    cache = check_path('cache', cache, none=True)
     if form not in (*compile_forms, None): raise ValueError(f"`form` can be one of {compile_forms}, or None. Got {form!r}.")
     find_libtpu()
     form = form or _default_form(self, s)
-    job = CompileJob(s.name, form, 1 if form=='tpu' else s.n, options, -.5 if fast else 0.)
+    job = CompileJob(s.name, form, 1 if form=='tpu' else s.n, options, -.5 if fast else 0., str(cache or _cache_folder()))
     packed,_kept = dumps(self)
     with tempfile.TemporaryDirectory() as d:
         folder = Path(d)
+        _check_room(folder)
         (folder/'job.json').write_text(json.dumps(asdict(job)))
         (folder/'learner.pkl').write_bytes(pickle.dumps(packed))
         with _child(folder) as p: _await(p, folder, limit, tell=sys.stdout.isatty())

@@ -6,16 +6,16 @@ Docs: https://fastai-xla.github.io/fastai_xla/monitor.libtpu.html.md"""
 
 # %% auto #0
 __all__ = ['known_libtpu', 'TPUSlice', 'slice_names', 'tpu_slice', 'compile_options', 'find_libtpu', 'CompileError', 'MemoryUse',
-           'TPUCompiler']
+           'TPUCompiler', 'CompiledPrograms']
 
 # %% ../../nbs/93_monitor.libtpu.ipynb #imports
-import ctypes as C, importlib.metadata, importlib.util, os
-from functools import partial
+import ctypes as C, hashlib, importlib.metadata, importlib.util, json, os, time, zlib
+from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 from ..runtime.args import check_type
 from .plan import TPU_KINDS
-from .hlo import hlo_message
+from .hlo import forget_source, hlo_message
 
 # %% ../../nbs/93_monitor.libtpu.ipynb #slice
 _platforms = dict(kaggle='v5e-8', colab='v5e-1')
@@ -183,3 +183,51 @@ class TPUCompiler:
         res = hlo_message('HloModuleProtoWithConfig')
         res.ParseFromString(buf.raw)
         return res.hlo_module
+
+# %% ../../nbs/93_monitor.libtpu.ipynb #cache
+_kept = 200 # Programs in a folder; the oldest go first
+
+class CompiledPrograms:
+    "What the TPU's compiler answered, in a folder"
+    def __init__(self,
+        slice:TPUSlice, # See `tpu_slice`
+        folder, # Made if it is not there
+    ): self.slice,self.folder = slice,Path(folder)
+
+    @cached_property
+    def compiler(self):
+        "A `TPUCompiler`, made when a program is not known"
+        return TPUCompiler(self.slice)
+
+    def compile(self,
+        module, # A `HloModuleProto`
+        **options, # For `compile_options`
+    ):
+        "The optimized program, the `MemoryUse` of a device, and the seconds that it took when it was compiled"
+        about = repr((self.slice.topology, sorted(options.items()), importlib.metadata.version('libtpu'))).encode()
+        key = hashlib.sha256(about+forget_source(module).SerializeToString()).hexdigest()
+        facts,code = self._read(key) or self._answer(module, options, key)
+        if 'error' in facts: raise CompileError(facts['error'])
+        return hlo_message('HloModuleProto').FromString(code),MemoryUse(*facts['memory']),facts['seconds']
+
+    def _answer(self, module, options, key):
+        start = time.time()
+        try:
+            module,memory = self.compiler.compile(module, **options)
+            res = dict(memory=memory, seconds=time.time()-start),module.SerializeToString()
+        except CompileError as e: res = dict(error=str(e)),b''
+        self._keep(key, *res)
+        return res
+    def _read(self, key):
+        try: facts,code = zlib.decompress((self.folder/key).read_bytes()).split(b'\n', 1)
+        except (OSError, zlib.error, ValueError): return
+        return json.loads(facts),code
+
+    def _keep(self, key, facts, code):
+        tmp = self.folder/f'{key}.{os.getpid()}'
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            tmp.write_bytes(zlib.compress(json.dumps(facts).encode()+b'\n'+code))
+            tmp.rename(self.folder/key)
+            for o in sorted(self.folder.iterdir(), key=lambda o: o.stat().st_mtime)[:-_kept]: o.unlink(missing_ok=True)
+        except OSError: return

@@ -14,6 +14,7 @@ from functools import cached_property
 from html import escape
 from typing import NamedTuple
 from ..runtime.table import size_text, RowTable
+from ..models.scopes import scope_of
 from .hlo import program_calls, shape_text
 from .libtpu import MemoryUse, TPUSlice
 
@@ -38,6 +39,7 @@ class Work(NamedTuple):
     cycles:int # By the compiler's estimate, of all its runs
     runs:int
     shape:str # Of its result
+    module:str|None=None # Of the model, that it comes from
 
 def _is_start(o): return not o.opcode.endswith('-done')
 
@@ -56,7 +58,7 @@ class WorkCounts:
         self.n_wide += 'X64' in o.custom_call_target
         if _collective.match(o.opcode) and _is_start(o): self.collectives[o.opcode.removesuffix('-start')] += n
         if o.opcode=='while': return
-        if cycles: self.works.append(Work(kind, int(cycles[1])*n, n, shape_text(o.shape)))
+        if cycles: self.works.append(Work(kind, int(cycles[1])*n, n, shape_text(o.shape), scope_of(o.metadata.op_name)))
         elif o.opcode in _no_estimate or _collective.match(o.opcode) and _is_start(o): self.unknown[kind, shape_text(o.shape)[:60]] += n
 
     @cached_property
@@ -69,6 +71,14 @@ class WorkCounts:
         cycles,runs = Counter(),Counter()
         for o in self.works: cycles[o.kind] += o.cycles; runs[o.kind] += o.runs
         return [Work(k, n, runs[k], '') for k,n in cycles.most_common()]
+
+    def by_module(self,
+        depth:int=2, # Names of modules are cut to so many parts
+    ):
+        "Estimated cycles by module of the model, the largest first; None: optimizer, loss, transforms, and what the compiler does not name"
+        cycles = Counter()
+        for o in self.works: cycles[o.module and '.'.join(o.module.split('.')[:depth])] += o.cycles
+        return cycles.most_common()
 
     def share(self,
         part:str, # Of the names of kinds of work
@@ -112,6 +122,8 @@ class ProgramReport(WorkCounts):
             f"the compiler's estimate: {self.cycles/1e6:.3g} million cycles = {self.time*1e3:.3g} ms at {s.clock/1e9} GHz"]
         if self.unknown:
             res.append('without an estimate, not in it: ' + ', '.join(f'{n} {k} {shape}' for (k,shape),n in self.unknown.most_common(8)))
+        by,n = self.by_module(),max(1, self.cycles)
+        if len(by)>1: res.append('by module: ' + ', '.join(f"{'none of them' if k is None else k or 'the model itself'} {v/n:.1%}" for k,v in by[:10]))
         if self.collectives: res.append('collectives: ' + ', '.join(f'{n} {k}' for k,n in self.collectives.most_common()))
         return res
 
@@ -120,8 +132,8 @@ class ProgramReport(WorkCounts):
 
 # %% ../../nbs/94_monitor.report.ipynb #advice
 def _advice(r, module, bf16):
-    ops = [(o.opcode, shape_text(o.shape)) for c in module.computations for o in c.instructions]
-    products = [s for k,s in ops if k in ('convolution','dot')]
+    ops = [o for c in module.computations for o in c.instructions if o.opcode in ('convolution','dot')]
+    products = [shape_text(o.shape) for o in ops if not bf16 or scope_of(o.metadata.op_name) is not None]
     n_f32,copies = sum(s.startswith('f32') for s in products),r.share('copy')
     gathers = sum(n for (k,_),n in r.unknown.items() if 'gather' in k.split('+'))
     if r.n_wide: yield f"{r.n_wide} pieces of 64-bit work, which a TPU does in two halves: make indices and numbers 32 bits wide (targets may stay)."

@@ -8,18 +8,20 @@ Docs: https://fastai-xla.github.io/fastai_xla/monitor.trace.html.md"""
 __all__ = ['compile_phases', 'compile_forms', 'CompileJob', 'held_bytes', 'StepNoter', 'trace_phase', 'run_job']
 
 # %% ../../nbs/95_monitor.trace.ipynb #imports
-import json, os, pickle, signal, time, traceback
+import json, math, os, pickle, re, signal, time, traceback
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from fastai.basics import Callback
-from ..runtime.device import make_programs_for, xr
+from ..runtime.device import make_programs_for, torch_xla, xr
+from ..models.scopes import ModuleScopes, scope_of
 from ..train.trainer import TPUTrainer
 from ..virtual_cores.replicas import run_replicas
 from ..launch.carry import loads
 from ..sharding.place import opt_tensors
 from ..sharding.trainer import TPUShardedTrainer
-from .hlo import read_program, stock_collectives
-from .libtpu import tpu_slice, TPUCompiler
+from .hlo import read_program, shape_text, stock_collectives
+from .libtpu import CompiledPrograms, tpu_slice
 
 # %% ../../nbs/95_monitor.trace.ipynb #job
 compile_phases = 'train','valid'
@@ -33,6 +35,7 @@ class CompileJob:
     n:int # Devices
     options:dict=field(default_factory=dict) # For `to_tpu` and its relatives
     effort:float=0. # Of the compiler
+    cache:str='.' # Folder of what was compiled before
 
 # %% ../../nbs/95_monitor.trace.ipynb #noter
 _pattern = '*before_optimizations.hlo.pb'
@@ -71,14 +74,22 @@ class StepNoter(Callback):
         return xr.is_spmd() and len(opt_tensors(self.opt))>0
 
 # %% ../../nbs/95_monitor.trace.ipynb #trace
-def _train(learn, phase):
-    with learn.no_bar(), learn.no_logging(): learn.fit(2) if phase=='train' else learn.validate()
+_scopes = ModuleScopes()
+
+def _train(learn, folder, phase):
+    _scopes.add(learn.model)
+    for dl in learn.dls.loaders: dl.fake_l.num_workers = 0 # for one batch
+    try:
+        with learn.no_bar(), learn.no_logging(): learn.fit(2) if phase=='train' else learn.validate()
+    except Exception:
+        if _scopes.running: (folder/'module.txt').write_text(" in the model's module '{}', a {}".format(*_scopes.running))
+        raise
 
 def _as_replica(rank, packed, options, folder, phase):
     learn = loads(packed)
     learn.to_tpu_distributed(**options)
     if rank==0: learn.add_cb(StepNoter(folder))
-    _train(learn, phase)
+    _train(learn, folder, phase)
 
 def _trace(job, packed, folder, phase):
     "Trace a step; this process is ended from outside"
@@ -87,16 +98,19 @@ def _trace(job, packed, folder, phase):
     learn = loads(packed)
     getattr(learn, f'to_{"tpu" if job.form=="tpu" else "tpu_sharded"}')(**job.options)
     learn.add_cb(StepNoter(folder))
-    _train(learn, phase)
+    _train(learn, folder, phase)
 
 def _fork_tracer(job, packed, folder, phase):
     pid = os.fork()
     if pid: return pid
     try:
         os.environ['XLA_FLAGS'] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={folder} --xla_dump_hlo_as_proto"
-        _trace(job, packed, folder, phase)
+        torch_xla._XLAC._set_ir_debug(True)
+        with nullcontext() if job.options.get('scan') else _scopes: _trace(job, packed, folder, phase) # hooks crash where a loop's body is made
         raise RuntimeError("No program was written: the Learner ran no batch")
-    except BaseException as e: (folder/'error.txt').write_text(f'{type(e).__name__}: {e}\n\n{traceback.format_exc()}')
+    except BaseException as e:
+        where = folder/'module.txt'
+        (folder/'error.txt').write_text(f"{where.read_text() if where.exists() else ''}: {type(e).__name__}: {e}\n\n{traceback.format_exc()}")
     os._exit(1)
 
 def _new_program(folder):
@@ -121,9 +135,10 @@ def trace_phase(
     pid = _fork_tracer(job, packed, folder, phase)
     try:
         while (program := _new_program(folder)) is None:
-            if os.waitpid(pid, os.WNOHANG)[0]:
-                pid = None
-                raise RuntimeError((folder/'error.txt').read_text())
+            done,status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                pid,said = None,folder/'error.txt'
+                raise RuntimeError(said.read_text() if said.exists() else f": its process ended with status {os.waitstatus_to_exitcode(status)}")
             time.sleep(.2)
         return program,json.loads((folder/'note.json').read_text())
     finally:
@@ -132,10 +147,18 @@ def trace_phase(
             os.waitpid(pid, 0)
 
 # %% ../../nbs/95_monitor.trace.ipynb #run
-def _compiled(compiler, program, job):
+def _compiled(programs, program, job):
     if job.form=='distributed': program = stock_collectives(program)
     n = dict(tpu={}, distributed=dict(replicas=job.n), sharded=dict(partitions=job.n))[job.form]
-    return compiler.compile(program, effort=job.effort, **n)
+    return programs.compile(program, effort=job.effort, **n)
+
+def _where(said, program):
+    "What an error of the compiler, or else the largest value in the program, says of the place"
+    names = {scope_of(o): 0 for o in re.findall('op_name="([^"]*)"', said)}
+    names = [repr(o) for o in names if o][:3]
+    if names: return f" in the model's modules {', '.join(names)}"
+    o = max((o for c in program.computations for o in c.instructions), key=lambda o: math.prod(o.shape.dimensions))
+    return f" (its largest value is {shape_text(o.shape)} in the model's module {(scope_of(o.metadata.op_name) or '')!r})"
 
 def run_job(
     folder, # With `job.json` and `learner.pkl`
@@ -150,12 +173,11 @@ def run_job(
         print(f'tracing {phase}', flush=True)
         try: traced[phase] = trace_phase(job, packed, folder/phase, phase)
         except RuntimeError as e: say(phase, 'failed', stage='traced', error=str(e))
-    compiler = TPUCompiler(tpu_slice(job.slice))
+    programs = CompiledPrograms(tpu_slice(job.slice), job.cache)
     for phase,(program,note) in traced.items():
         print(f'compiling {phase}', flush=True)
-        start = time.time()
-        try: module,memory = _compiled(compiler, program, job)
-        except RuntimeError as e: say(phase, 'failed', stage='compiled', error=str(e))
+        try: module,memory,seconds = _compiled(programs, program, job)
+        except RuntimeError as e: say(phase, 'failed', stage='compiled', error=f'{_where(str(e), program)}: {e}')
         else:
             (folder/f'{phase}.hlo').write_bytes(module.SerializeToString())
-            say(phase, 'json', memory=memory, seconds=time.time()-start, params=note['params'], opt_state=note['opt_state'])
+            say(phase, 'json', memory=memory, seconds=seconds, params=note['params'], opt_state=note['opt_state'])

@@ -15,9 +15,10 @@ from functools import partial
 import fastai.vision.augment as faug, torch, torch.nn.functional as F
 from fastai.data.transforms import IntToFloatTensor, Normalize
 from fastai.vision.core import TensorImage, TensorMask, TensorPoint
+from ..runtime.device import program_kind
 from ..runtime.transfer import on_xla, send
 from .registry import Loans, replaces
-from .ops import pixel_line, raw, source_pixel
+from .ops import pixel_line, raw, source_pixel, split_matmul
 
 # %% ../../nbs/15_patches.augment.ipynb #drawn-for
 _n_drawn = ContextVar('n_drawn', default=None)
@@ -115,7 +116,11 @@ def _areas(i, n, m, k):
     return at.clamp(max=n-1),(at<hi)/(hi-lo)
 
 def _weighted(x, at, share, dim):
-    "The sum over `j` of the pixels `at[j]` along `dim`, -1 or -2, weighted by `share[j]`"
+    "The sum over `j` of the pixels `at[j]` along `dim`, -1 or -2, weighted by `share[j]`; for a TPU a matrix product"
+    if program_kind()=='TPU':
+        i = torch.arange(x.shape[dim], device=x.device)[:,None]
+        weights = sum((i==a)*s for a,s in zip(at, share))
+        return split_matmul(x, weights) if dim==-1 else split_matmul(weights.T, x)
     return sum(x.index_select(dim, a)*(s if dim==-1 else s[:,None]) for a,s in zip(at, share))
 
 def _shrink(x, d):

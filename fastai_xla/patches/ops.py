@@ -11,6 +11,7 @@ __all__ = ['widen', 'frozen_norm', 'grid_sample_xla']
 from functools import partial
 import numpy as np, plum, torch
 from torch.nn import functional as F
+from ..runtime.device import program_kind, xm
 from ..runtime.transfer import on_xla
 from .registry import replaces
 
@@ -81,6 +82,49 @@ def source_pixel(
     if padding_mode=='reflection': p = _reflect(p, 0, n-1) if align_corners else _reflect(p, -0.5, n-0.5)
     return p if padding_mode=='zeros' else _clip(p, n-1)
 
+# %% ../../nbs/14_patches.ops.ipynb #products
+def bf16_pieces(
+    x, # Of float32, on an XLA device
+    n:int, # Pieces
+):
+    "`n` tensors that add up to `x`; bfloat16, to which a TPU rounds the factors of a product, holds all but the last exactly"
+    res = []
+    for _ in range(n-1):
+        rounded = x.bfloat16()
+        xm.optimization_barrier_([rounded]) # or XLA would leave the rounding out
+        res.append(rounded.float())
+        x = x-res[-1]
+    return [*res, x]
+
+def split_matmul(
+    a, # Of float32, on an XLA device
+    b, # Of float32
+):
+    "`a@b` with factors of 16 bits, where a TPU has 8"
+    (a0,a1),(b0,b1) = bf16_pieces(a, 2),bf16_pieces(b, 2)
+    with torch.autocast('xla', enabled=False): return torch.cat([a0,a0,a1], -1) @ torch.cat([b0,b1,b0], -2)
+
+def _tent(p, i): return (1-(p[:,None]-i).abs()).clamp(min=0)
+
+def _suits_products(x, grid, mode):
+    "Do products take fewer cycles for each pixel than look-ups, by the compiler's estimate for a v5e?"
+    _,c,h,w = x.shape
+    return x.dtype!=torch.float64 and not _wants_grad(x, grid) and c*(.5 + h*(.007+4e-5*w))<(22 if mode=='bilinear' else 5.5)
+
+def _sampled_by_products(x, px, py, mode):
+    "The pixels of the images `x` at `px` and `py`: over columns a matrix product with weights in pieces, and over rows a sum"
+    (n,c,h,w),size = x.shape,px.shape[1:]
+    if nearest := mode=='nearest': px,py = px.round(),py.round()
+    px,py = px.reshape(n, -1),py.reshape(n, -1)
+    i = torch.arange(3*w, device=x.device, dtype=torch.int32)[:,None]
+    cols,rows = _tent(px, i%w),_tent(py, torch.arange(h, device=x.device, dtype=torch.int32)[:,None])
+    hi = (cols*256).round()/256
+    a,*bs = bf16_pieces(widen(x), 3 if nearest else 2)
+    pixels = torch.cat([a,*bs] if nearest else [a,a,*bs], 3)
+    if not nearest: cols = torch.where(i//w==1, cols-hi, hi)
+    with torch.autocast('xla', enabled=False): res = [(pixels[:,k]@cols*rows).sum(1) for k in range(c)]
+    return torch.stack(res, 1).reshape(n, c, *size).to(x.dtype)
+
 # %% ../../nbs/14_patches.ops.ipynb #grid-sample
 def _picked(x, ix, iy):
     "The pixels of the images `x`, of shape (N,H,W,C), in columns `ix` and rows `iy`; zeros where there are none"
@@ -98,11 +142,12 @@ def grid_sample_xla(
     padding_mode:str='zeros', # What lies outside: 'zeros', 'border' or 'reflection'
     align_corners:bool=False, # Do -1 and 1 stand for the centres of the corner pixels, not for their outer edges?
 ):
-    "`F.grid_sample` by `index_select` and elementwise formulas"
+    "`F.grid_sample` by `index_select` and elementwise formulas, or for a TPU by matrix products where they are faster"
     if mode not in ('bilinear','nearest'):
         raise ValueError(f"`grid_sample_xla` can look up by 'bilinear' or 'nearest'. Got {mode!r}: bring the tensors to the host for that.")
     x,grid = raw(x),raw(grid)
     px,py = [source_pixel(grid[...,i], n, padding_mode, align_corners) for i,n in enumerate((x.shape[3],x.shape[2]))]
+    if program_kind()=='TPU' and _suits_products(x, grid, mode): return _sampled_by_products(x, px, py, mode)
     pick = partial(_picked, x.permute(0,2,3,1))
     if mode=='nearest': return pick(px.round(), py.round()).permute(0,3,1,2)
     x0,y0 = px.floor(),py.floor()

@@ -1,0 +1,52 @@
+"Small Learners, one of each family of programs, and what each is compiled for"
+from parity_models import *
+from fastai.vision.gan import FixedGANSwitcher, GANLearner
+from text_models import classifier, language_model
+
+def all_tfms():
+    "Each transform that runs on the device and keeps the size, and noise"
+    return [Dihedral(), Rotate(30), Zoom(max_zoom=2.), Warp(.4), Brightness(), Contrast(), Saturation(), Hue(), RandomErasing(p=.5), Normalize.from_stats(*imagenet_stats)]
+
+@seeded
+def images_bf16(sz=24, bs=8, cbs=MixUp):
+    "bfloat16, each transform on the device, MixUp, metrics of each batch and of the epoch"
+    body = nn.Sequential(ConvLayer(3, 8, stride=2), ConvLayer(8, 16, stride=2), nn.AdaptiveAvgPool2d(1), Flatten())
+    return Learner(image_dls(sz, bs=bs, batch_tfms=all_tfms()), nn.Sequential(body, nn.Linear(16, 4)), metrics=[accuracy, F1Score(average='macro'), Perplexity()], cbs=cbs()).to_bf16()
+
+@seeded
+def images_sgd(sz=16, bs=8):
+    "SGD with momentum, random crops, a flip alone, CutMix"
+    tfms = [RandomResizedCropGPU(sz), Flip(), Normalize.from_stats(*imagenet_stats)]
+    return Learner(image_dls(2*sz, bs=bs, batch_tfms=tfms), nn.Sequential(ConvLayer(3, 8, stride=2), nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(8, 4)), opt_func=OPTS['SGD'],
+        cbs=CutMix(), metrics=accuracy)
+
+@seeded
+def unet(sz=16, bs=4):
+    "`unet_learner` with masks that go through the transforms"
+    xs,_ = images(24, sz)
+    db = DataBlock((ImageBlock, MaskBlock(codes=list('abc'))), get_x=lambda i: xs[i], get_y=lambda i: (xs[i].sum(2)//300).astype(np.uint8), splitter=IndexSplitter(range(16, 24)),
+        batch_tfms=[Flip(), Normalize.from_stats(*imagenet_stats)])
+    return unet_learner(db.dataloaders(range(24), bs=bs, num_workers=0), _tiny_body, pretrained=False, n_out=3, metrics=DiceMulti())
+
+def _tiny_body(pretrained=False): return nn.Sequential(ConvLayer(3, 8, stride=2), ConvLayer(8, 16, stride=2), nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(16, 4))
+
+@seeded
+def wide_vit(opt_func=OPTS['AdamW'], depth=4):
+    "A timm ViT with enough features to be cut in eight"
+    return vision_learner(image_dls(32), 'vit_tiny_patch16_224', pretrained=False, opt_func=opt_func, metrics=accuracy, custom_head=nn.Linear(128, 4), img_size=32, patch_size=8,
+        embed_dim=128, depth=depth, num_heads=4)
+
+@seeded
+def gan():
+    "A generator and a critic"
+    def net(n_in, n_out): return nn.Sequential(nn.Linear(n_in, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, n_out))
+    ds = [(torch.randn(4), torch.randn(6)) for _ in range(32)]
+    dls = DataLoaders(TfmdDL(ds, bs=8), TfmdDL(ds, bs=8))
+    return GANLearner.wgan(dls, net(4, 6), net(6, 1), switcher=FixedGANSwitcher(n_crit=2, n_gen=1), opt_func=SGD)
+
+FAMILIES = dict(
+    images_bf16=(images_bf16, 'v5e-1', None, {}), images_sgd_replicas=(images_sgd, 'v5e-4', None, {}), vit_v6e=(vit, 'v6e-1', None, {}),
+    vit_scan_fsdp8=(wide_vit, 'v5e-8', 'sharded', dict(fsdp=8, scan=True)), vit_2x4=(wide_vit, 'v5e-8', 'sharded', dict(replica=2, fsdp=4, grad_ckpt=True)),
+    text=(classifier, 'v5e-1', None, {}), language_model=(language_model, 'v5e-1', None, {}), unet=(unet, 'v5e-1', None, {}), tabular_v4=(tabular, 'v4-8', None, {}),
+    collab_dot=(collab_dot, 'v5e-1', None, {}), collab_nn=(collab_nn, 'v5e-1', None, {}), gan=(gan, 'v5e-1', None, {}))
+"Of each family: a Learner, the slice, the form, and options"
