@@ -36,7 +36,6 @@ from .models.timm import *
 from .models.scan import *
 from .models.blocks import *
 from .models.ranges import *
-from .models.scopes import *
 from .train.move import *
 from .train.state import *
 from .train.steppers import *
@@ -85,6 +84,7 @@ from .checkpoint.export import *
 from .checkpoint.resume import *
 from .monitor.stats import *
 from .monitor.plan import *
+from .monitor.scopes import *
 from .monitor.hlo import *
 from .monitor.libtpu import *
 from .monitor.report import *

@@ -7,4 +7,3 @@ from .timm import *
 from .scan import *
 from .blocks import *
 from .ranges import *
-from .scopes import *

@@ -1,6 +1,7 @@
 "What it costs."
 from .stats import *
 from .plan import *
+from .scopes import *
 from .hlo import *
 from .libtpu import *
 from .report import *

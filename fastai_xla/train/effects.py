@@ -142,7 +142,8 @@ def kept_of_step(
     "What of a traced step Python code keeps elsewhere, in words; None if nothing"
     own,left,ids = {id(t) for t in state},{id(t) for t in outs},{tensor_id(t) for t in state}
     ts = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and id(o) not in own and o.device.type=='xla']
-    lists = {'a tensor that a step computes': [t for t in pending(ts) if id(t) not in left], '`detach()` or `data` of a tensor that a step changes': [t for t in ts if tensor_id(t) in ids]}
+    lists = {'a tensor that a step computes': [t for t in pending(ts) if id(t) not in left],
+        '`detach()` or `data` of a tensor that a step changes': [t for t in ts if tensor_id(t) in ids]}
     del ts
     for what,found in lists.items():
         if found and (t := first_reached(found)) is not None: return f'something keeps {what}, of shape {list(t.shape)}'
