@@ -107,6 +107,16 @@ def test_text():
         return language_model_learner(dls, AWD_LSTM, config={**awd_lstm_lm_config, 'emb_sz': 8, 'n_hid': 8, 'n_layers': 1}, pretrained=False)
     assert both(make).replay.n_replayed>50
 
+def test_strict():
+    "Neither reads nor compiles, so nothing is raised"
+    learn = learner().to_tpu(replay=True, strict=True)
+    with learn.no_bar(),learn.no_logging(): learn.fit(2, 1e-2)
+    eq((learn.replay.n_replayed, learn.replay.why), (17,None))
+
+def test_with_a_checkpoint_steps_are_traced(tmp_path):
+    learn = both(lambda: learner(cbs=TPUCheckpoint(tmp_path/str(random.random()), every=3)))
+    assert learn.replay.n_replayed==0 and 'the callback TPUCheckpoint has' in repr(learn.replay), learn.replay
+
 def test_checked_again():
     "One step in so many is traced"
     learn = learner(n=160).to_tpu(replay=True)
@@ -271,7 +281,8 @@ def learner():
     return Learner(dls, nn.Sequential(nn.Linear(8, 256), nn.ReLU(), nn.Dropout(.3), nn.Linear(256, 3)), loss_func=CrossEntropyLossFlat())
 res = []
 for replay in (False, True):
-    learn = learner().to_tpu_sharded(replay=replay)
+    learn = learner().to_tpu_sharded()
+    learn.tpu_sharded_trainer.replay = StepReplay(replay)
     with learn.no_bar(),learn.no_logging(): learn.fit_one_cycle(2, 1e-2)
     n,spec = learn.replay.n_replayed,[torch_xla._XLAC._get_xla_sharding_spec(p) for p in learn.model.parameters()]
     learn.detach_tpu_sharded()

@@ -74,8 +74,6 @@ class TPUFSDPTrainer(TPUDistributedTrainer):
         if self.fsdp.is_stale:
             with self.whole(): pass
 
-    def _why_traced(self): return super()._why_traced() or '`fsdp` gathers the parameters by code that must run in each step'
-
     def after_pred(self):
         self.learn.pred = to_float(self.pred)
         super().after_pred()

@@ -65,9 +65,6 @@ class ShareTrainer(TPUTrainer):
         "Run what differs from rank to rank, so that what follows is the same program on all"
         if self.dl.ragged_across_ranks or self.dl.step_sizes(self.iter)[1]<(self.dl.bs or 1)*world_size(): self.dl.sync()
 
-    def _why_traced(self):
-        if world_size()>1 and xr.addressable_device_count()>1: return 'the replicas are threads of one process, which share the random numbers of the host'
-
     def before_batch(self):
         super().before_batch()
         if not self.training and self.dl.round_robin: self.learn.iter,self.learn.n_iter = self.iter*world_size()+rank(),self.dl.n_total
@@ -105,10 +102,9 @@ class TPUDistributedTrainer(ShareTrainer):
         batch_tfms:str='auto', # Where batch transforms run: 'auto', 'host' or 'device'; see `TfmPlacement`
         fetch_every:float=1., # Seconds between two fetches of losses for the progress bar
         sync_bn='stats', # BatchNorm: average the running statistics ('stats'), normalize by the global batch (True), or take the main rank's (False)
-        replay:bool=False, # Run training steps again that are known to be the same, without tracing them? See `StepReplay`
     ):
         check_choice('sync_bn', sync_bn, ('stats', True, False))
-        super().__init__(batch_tfms, fetch_every, replay)
+        super().__init__(batch_tfms, fetch_every)
         self.queue,self.sync_bn = Shares(fetch_every),sync_bn
 
     def _seed(self):
@@ -154,9 +150,6 @@ class GradientReducer(Callback):
     def __init__(self,
         scale_lr:bool=False # Multiply the learning rate of the step by the number of ranks?
     ): self.scale_lr,self.lrs = check_bool('scale_lr', scale_lr),None
-
-    @property
-    def replayable(self): return not self.scale_lr
 
     def before_step(self):
         self.tpu_distributed_trainer.align()

@@ -12,7 +12,6 @@ from collections import deque
 from itertools import repeat
 from typing import NamedTuple
 import torch
-from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
 from ..runtime.device import torch_xla, xr
 from ..runtime.counts import own_reads
 from ..runtime.transfer import map_tensors, on_xla, tensors_of
@@ -122,6 +121,7 @@ class StepTracer:
         self.roots = [*(self.state[k] for k in written), *outs]
         ids,self.values = _lib()._get_tensors_xla_device_data_node(self.roots)
         sources = tuple(('seed',0) if i==_lib()._get_seed_info_id() else self.slots.get(i, ('const',j)) for j,i in enumerate(ids))
+        from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config # not above: rooms can be imported where torch_xla is missing
         for v,(w,k) in zip(self.values, sources): _lib()._set_buffer_donation(v, w=='state' and k in written)
         with alias_with_buffer_donor_config(True):
             key = _lib()._get_graph_hash(self.roots)

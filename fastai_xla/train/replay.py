@@ -191,11 +191,10 @@ class StepReplay(StepTracing):
         device, # XLA device
         loans, # `Loans`, which give its steps back
         waiting=(), # From `make_state_ahead`
-        why=None, # What stands against it, in words
     ):
         "Lend `learn` steps that are run again, unless something stands against it"
         self.open,self.ran,self.waiting = None,False,waiting
-        self.why = (why or self.odd or step_code(learn)) if self.on else '`replay=True` was not asked for'
+        self.why = (self.odd or step_code(learn)) if self.on else '`replay=True` was not asked for'
         if self.why: return
         self.capture,self.parts = StepCapture(device),ReplayParts(learn, waiting)
         for p in self.plans.values(): p.checked = False
@@ -235,4 +234,4 @@ def replay(self:Learner):
     "How many training steps were run again without tracing, and why others were not"
     found = [vars(cb)['replay'] for cb in self.cbs if 'replay' in vars(cb)]
     if found: return found[0]
-    raise RuntimeError("This Learner trains without a TPU, or in other processes: call `learn.to_tpu()` or `learn.to_tpu_sharded()` first.")
+    raise RuntimeError("This Learner trains without a TPU, or in other processes: call `learn.to_tpu(replay=True)` first.")

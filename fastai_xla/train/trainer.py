@@ -83,10 +83,7 @@ class TPUTrainer(BatchEnds):
     def before_train(self):
         if len(self.dl)==0: raise ValueError(_no_batches(self.dl))
         self._start(pad=False)
-        self.replay.start(self.learn, self.device, self.loans, make_state_ahead(self.opt), self._why_traced())
-
-    def _why_traced(self):
-        "Why this must trace each step; None if it need not"
+        self.replay.start(self.learn, self.device, self.loans, make_state_ahead(self.opt))
 
     def before_validate(self):
         if not self.at_home: self._start(pad=True)
