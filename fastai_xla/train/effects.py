@@ -10,12 +10,12 @@ __all__ = ['module_internals', 'step_code', 'users_functions', 'host_state', 'fi
 # %% ../../nbs/45_train.effects.ipynb #imports
 import gc, random, sys, weakref
 from collections import deque
-from contextlib import suppress
 from types import FunctionType, SimpleNamespace
 import numpy as np, torch
 from torch import nn
 from ..runtime.transfer import on_cpu, on_xla
 from ..runtime.users import users_module
+from ..runtime.values import slots
 from ..patches.registry import Loan
 from .move import learner_modules
 from .capture import pending, tensor_id
@@ -57,11 +57,8 @@ def step_code(
 
 # %% ../../nbs/45_train.effects.ipynb #functions
 def _variables(f):
-    "The globals and the shared variables that the function `f` names"
-    res = {k: f.__globals__[k] for k in f.__code__.co_names if k in f.__globals__}
-    for k,cell in zip(f.__code__.co_freevars, f.__closure__ or ()):
-        with suppress(ValueError): res[k] = cell.cell_contents
-    return res
+    "The globals that the function `f` names, its attributes, and its shared variables"
+    return {**{k: f.__globals__[k] for k in f.__code__.co_names if k in f.__globals__}, **slots(f)}
 
 def users_functions(
     learn, # A Learner

@@ -15,7 +15,6 @@ import torch
 from fastai.basics import find_bs, TrainEvalCallback
 from ..runtime.device import torch_xla
 from ..runtime.transfer import feed, on_xla, resting, send, tensors_of, to_host, unfeed
-from ..runtime.args import check_bool
 from ..patches.registry import Loans
 from ..patches.learner import XLACallback
 from ..data.placement import TfmPlacement
@@ -134,7 +133,7 @@ class DevicePhases(XLACallback):
         TfmPlacement(None, batch_tfms)
         self.batch_tfms,self.queue,self.loans = batch_tfms,HostQueue(fetch_every),Loans()
         self._dls,self._told,self._since = None,False,None
-        self.replay = StepReplay(check_bool('replay', replay))
+        self.replay = StepReplay(replay)
         self.renewal,self.values,self.at_home,self.mixed,self.fed,self.shapes = Renewal(),HostValues(),False,False,[],{}
 
     @property

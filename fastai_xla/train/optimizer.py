@@ -133,7 +133,7 @@ def _apply(opt, work, unwritten=()):
         for k,t in new.items():
             if k not in unwritten: _write(o, k, t, mask)
     _count(work, idxs, rows)
-    if mask is None: _made[opt] = [id(o.p) for o in work.todo],idxs,dtype
+    if mask is None: _made[opt] = {id(o.p) for o in work.todo},idxs,dtype
 
 def _step_fastai(opt, stock, closure=None):
     "What a fastai optimizer does on a device"

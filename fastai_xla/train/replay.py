@@ -16,13 +16,13 @@ from fastai.callback.fp16 import MixedPrecision
 from fastcore.all import patch
 from ..runtime.device import xm
 from ..runtime.counts import n_runs
-from ..runtime.transfer import map_tensors, on_xla, tensors_of
+from ..runtime.transfer import map_tensors, tensors_of
 from ..runtime.args import check_bool, check_int
 from .move import learner_modules, placed_tensors
 from .optimizer import count_step, sent_numbers
 from .meters import DeviceMetric
 from .effects import first_change, host_state, kept_of_step, module_internals, step_code, users_functions
-from .capture import filled, shell_of, pending, StepCapture, StepProgram, tensor_id, tensors_in
+from .capture import filled, shell_of, pending, StepCapture, StepProgram, tensor_id, tensors_in, xla_tensors
 
 # %% ../../nbs/46_train.replay.ipynb #plan
 class _Given(NamedTuple):
@@ -69,15 +69,16 @@ class ReplayParts:
 
     def key(self, learn):
         "What the host can see of a step at little cost"
-        sizes = getattr(learn.dl, 'step_sizes', None)
         made_of = [id(o) for m in self.mods for o in (*m._modules.values(), *m._parameters.values())]
         flags = [(m.training, len(m._forward_hooks), len(m._forward_pre_hooks)) for m in self.mods]
-        return (*map(_shape, tensors_of([*learn.xb, *learn.yb])), learn.dl.n_real, sizes and tuple(sizes(learn.iter)), torch.is_autocast_enabled('xla'),
+        return (*map(_shape, tensors_of([*learn.xb, *learn.yb])), learn.dl.n_real, torch.is_autocast_enabled('xla'),
             id(learn.opt), *_ids(learn.loss_func), len(self.state), *made_of, *flags, *(p.requires_grad for p in self.params))
 
-    def places(self): return [(name,k) for name,owner in self.owners.items() for k in tensors_in(owner, module_internals)]
+    def found(self):
+        "Each attribute that has tensors of the device, as (place, tensors)"
+        return [((name,k), ts) for name,owner in self.owners.items() for k,ts in tensors_in(owner, module_internals).items()]
 
-    def tensors(self, place): return [t for t in tensors_of(self.owners[place[0]].get(place[1])) if on_xla(t)]
+    def tensors(self, place): return xla_tensors(self.owners[place[0]].get(place[1]))
 
     def left(self, given):
         "What a traced step leaves besides the state: its tensors that are to be computed, and a list of `_Left`; None where one is of unknown origin"
@@ -85,8 +86,7 @@ class ReplayParts:
         known = {tensor_id(o.t): ('given',i) for i,o in enumerate(given) if id(o.t) not in written}
         known.update({tensor_id(t): ('state',i) for i,t in enumerate(self.state)})
         outs,left = [],[]
-        for place in self.places():
-            ts = self.tensors(place)
+        for place,ts in self.found():
             todo = {tensor_id(t): t for t in pending(ts) if tensor_id(t) not in known}
             known.update({k: ('out',len(outs)+i) for i,k in enumerate(todo)})
             outs += todo.values()
@@ -136,7 +136,7 @@ class StepTracing:
         self.capture.rest(learn.dl.sync)
         self.parts = parts = ReplayParts(learn, self.waiting)
         self.key,self.functions = parts.key(learn),users_functions(learn)
-        self.open = [_Given(t, o, _shape(t)) for o in parts.places() for t in parts.tensors(o)]
+        self.open = [_Given(t, place, _shape(t)) for place,ts in parts.found() for t in ts]
         self.capture.begin(parts.state, [o.t for o in self.open])
         self.host,self.runs = host_state(learn, self.functions),n_runs()
 
@@ -171,7 +171,7 @@ class StepTracing:
         if left is None: return 'a step sends tensors of its own'
         ctx = xm._get_device_context()
         if getattr(ctx, 'step_closures', ()) or getattr(ctx, 'async_step_closures', ()): return 'a step adds closures, which must run in each'
-        return kept_of_step(self.parts.state, [t for o in self.parts.places() for t in self.parts.tensors(o)])
+        return kept_of_step(self.parts.state, [t for _,ts in self.parts.found() for t in ts])
 
 # %% ../../nbs/46_train.replay.ipynb #replay
 class StepReplay(StepTracing):
@@ -201,7 +201,6 @@ class StepReplay(StepTracing):
         loans.lend(learn, '_do_one_batch', self._one_batch)
 
     def _one_batch(self, learn, stock):
-        self.open,self.ran = None,False
         if self.why or not learn.training or not len(learn.yb): return stock()
         plan = self.plans.get(self.parts.key(learn))
         if plan and plan.checked and plan.seen>=self.confirm and plan.since<self.check_every and self._run(learn, plan): return
