@@ -269,6 +269,16 @@ def test_ctrl_c_in_a_step():
     learn.remove_cb(Interrupt)
     with learn.no_bar(),learn.no_logging(): learn.fit(1, 1e-2)
 
+class Widens(nn.Module):
+    "Half of it in float64, which XLA refuses when it compiles"
+    def __init__(self): super().__init__(); self.lin = nn.Linear(8, 3)
+    def forward(self, x): return F.linear(x.double(), self.lin.weight, self.lin.bias)
+
+def test_a_graph_that_fails_spoils_no_later_one():
+    learn = learner(Widens).to_tpu(replay=True)
+    with learn.no_bar(),learn.no_logging(),pytest.raises(RuntimeError, match='XLA could not run the graph of this step'): learn.fit(1)
+    eq(both(learner).replay.n_replayed, 17)
+
 def test_sharded():
     "One program over two cores: bit for bit the same, and the parameters stay spread"
     out = run_ok("""

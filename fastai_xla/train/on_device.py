@@ -153,6 +153,7 @@ class DevicePhases(XLACallback):
             if lost is None: raise
             traceback.clear_frames(e.__traceback__) # they hold tensors of the graph
             self.learn._end_cleanup()
+            self.replay.let_go()
             gc.collect()
             raise graph_error(e, self.mixed, lost) from e
         finally:
@@ -213,8 +214,7 @@ class OnDevice(DevicePhases):
 
     def release(self):
         "Give back all that is lent"
-        self.loans.give_back()
-        self._return_device()
+        for f in (self.loans.give_back, self.replay.let_go, self._return_device): f()
         self.queue.flush_for_us()
         _settle_losses(self.learn)
         _map_meters(self.learn, stock_metric)

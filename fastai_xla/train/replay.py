@@ -150,7 +150,8 @@ class StepTracing:
         if why := self._why_no_program(learn, left):
             self.why = self.odd = why
             return False
-        program = learn.dl.sync(lambda: self.capture.program(outs, [sent_numbers(learn.opt)]))
+        try: program = learn.dl.sync(lambda: self.capture.program(outs, [sent_numbers(learn.opt)]))
+        except ValueError: return False # the compiler refuses it, and says so again
         self._note(_plan_of(program, given, left), changed)
         parts.fill(left, learn.dl.sync(lambda: self.capture.finish(program)), [o.t for o in given])
         learn.loss_grad = learn.loss
@@ -193,12 +194,14 @@ class StepReplay(StepTracing):
         waiting=(), # From `make_state_ahead`
     ):
         "Lend `learn` steps that are run again, unless something stands against it"
-        self.open,self.ran,self.waiting = None,False,waiting
+        self.ran,self.waiting = False,waiting
         self.why = (self.odd or step_code(learn)) if self.on else '`replay=True` was not asked for'
         if self.why: return
         self.capture,self.parts = StepCapture(device),ReplayParts(learn, waiting)
         for p in self.plans.values(): p.checked = False
         loans.lend(learn, '_do_one_batch', self._one_batch)
+
+    def let_go(self): self.capture = self.parts = self.open = self.waiting = None # a tensor that a failed graph has left spoils every later graph
 
     def _one_batch(self, learn, stock):
         if self.why or not learn.training or not len(learn.yb): return stock()
