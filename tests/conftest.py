@@ -4,8 +4,10 @@ os.environ.setdefault('PJRT_DEVICE', 'CPU')
 os.environ.setdefault('OMP_NUM_THREADS', '1')
 os.environ.setdefault('MPLBACKEND', 'Agg')
 
-from forks import flags
+from forks import flags, warm_pools
 os.environ['XLA_FLAGS'] = flags(os.environ.get('XLA_FLAGS', ''))
+
+warm_pools()
 
 import pytest
 

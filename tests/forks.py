@@ -3,7 +3,7 @@
 `python forks.py SOCKET` serves two kinds: `script`, as `python -c`, `python file` and `python -m` start, and `kernel`, as a notebook's.
 Each process is as any other: with an environment, a folder, a session and a `__main__` of its own, it may start the runtime, patch and be killed.
 That is sound while the process that forks has one thread and no device, which it checks. What it does at the end of its standard input: end."""
-import atexit, json, os, runpy, select, shutil, signal, socket, subprocess, sys, tempfile, threading, time
+import atexit, fcntl, json, os, runpy, select, shutil, signal, socket, subprocess, sys, tempfile, threading, time
 from pathlib import Path
 from types import ModuleType
 
@@ -62,22 +62,36 @@ def leave(code):
         for o in (sys.stdout, sys.stderr): o.flush()
     finally: os._exit(code)
 
-def become(fds, args, cwd, env):
-    "Be the process that was asked for"
-    os.setsid()
-    for i,fd in enumerate(fds):
+def put_fds(fds, places):
+    "Have each of `fds` be the file of that number"
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 1000) for fd in fds]
+    for fd in fds: os.close(fd)
+    for fd,i in zip(high, places):
         os.dup2(fd, i)
         os.close(fd)
+
+def parent_is(pid):
+    "Have `os.getppid` say who has asked for this process of a pool, as long as that lives, and the name of the process too"
+    fd,stock = os.pidfd_open(pid),os.getppid
+    os.getppid = lambda: stock() if select.select([fd], [], [], 0)[0] else pid
+    Path('/proc/self/comm').write_text(f'pool of {pid}')
+
+def become(fds, args, cwd, env, places, parent):
+    "Be the process that was asked for"
+    os.setsid()
+    put_fds(fds, [0, 1, 2, *places])
+    if parent: parent_is(parent)
     os.chdir(cwd)
     env['XLA_FLAGS'] = flags(env.get('XLA_FLAGS', ''), ours['XLA_FLAGS'])
     os.environ.clear()
     os.environ.update({**ours, **env})
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    warm_pools()
     leave(run(args))
 
 def ask(conn):
-    "What the other side wants: files for 0, 1 and 2, arguments, folder, environment"
-    _,fds,*_ = socket.recv_fds(conn, 1, 3)
+    "What the other side wants: files, arguments, folder, environment, numbers of files after 2, who is to be the parent if the process outlives it"
+    _,fds,*_ = socket.recv_fds(conn, 1, 16)
     with conn.makefile('r') as f: return fds,json.loads(f.readline())
 
 def kill(pid):
@@ -86,13 +100,19 @@ def kill(pid):
         try: f(pid, signal.SIGKILL)
         except ProcessLookupError: pass
 
+def tell(conn, status):
+    "Who has asked is told how it has ended, if they are still there"
+    try: conn.sendall(b'%d\n' % status)
+    except OSError: pass
+    conn.close()
+
 def serve(listener):
     "Fork what is asked for, kill what nobody waits for any more, tell the others how theirs has ended"
-    running = {} # pidfd: (connection, pid)
+    running = {} # pidfd: (connection, pid, does it outlive who asks)
     while True:
-        ready = select.select([listener, 0, *running, *(o for o,_ in running.values())], [], [])[0]
+        ready = select.select([listener, 0, *running, *(o for o,*_ in running.values() if o)], [], [])[0]
         if 0 in ready:
-            for _,pid in running.values():
+            for _,pid,_ in running.values():
                 kill(pid)
                 os.waitpid(pid, 0)
             return
@@ -105,21 +125,22 @@ def serve(listener):
             assert len(os.listdir('/proc/self/task'))==1, 'what is imported here has started a thread'
             pid = os.fork()
             if not pid:
-                for o in (listener, conn, *(o for o,_ in running.values())): o.close()
+                for o in (listener, conn, *(o for o,*_ in running.values() if o)): o.close()
                 for o in running: os.close(o)
                 become(fds, *request)
             for o in fds: os.close(o)
             try: conn.sendall(b'%d\n' % pid)
             except OSError: pass # gone; `ready` will say so
-            running[os.pidfd_open(pid)] = conn,pid
-        for fd,(conn,pid) in [*running.items()]:
+            running[os.pidfd_open(pid)] = conn,pid,request[-1]
+        for fd,(conn,pid,outlives) in [*running.items()]:
             if fd in ready:
                 _,status = os.waitpid(pid, 0)
-                try: conn.sendall(b'%d\n' % status)
-                except OSError: pass
-                conn.close()
+                if conn: tell(conn, status)
                 os.close(fd)
                 del running[fd]
+            elif conn in ready and outlives:
+                conn.close()
+                running[fd] = None,pid,True
             elif conn in ready: kill(pid)
 
 def main(path):
@@ -171,11 +192,11 @@ def stop(p, owner):
 
 class Forked(subprocess.Popen):
     "A `Popen` of `python *args` whose process is a fork"
-    kind = 'script'
+    kind,outlives = 'script',False
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
             p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *rest):
-        assert not pass_fds and not preexec_fn
-        fds = [i if o==-1 else o for i,o in enumerate((p2cread, c2pwrite, errwrite))]
+        assert not preexec_fn
+        fds = [i if o==-1 else o for i,o in enumerate((p2cread, c2pwrite, errwrite))] + [*pass_fds]
         self._conn,until = socket.socket(socket.AF_UNIX),time.monotonic()+60
         while True:
             try: self._conn.connect(f'{address()}.{self.kind}')
@@ -184,7 +205,7 @@ class Forked(subprocess.Popen):
                 time.sleep(.01)
             else: break
         socket.send_fds(self._conn, [b'x'], fds)
-        request = [[str(o) for o in args], str(cwd or os.getcwd()), dict(os.environ if env is None else env)]
+        request = [[str(o) for o in args], str(cwd or os.getcwd()), dict(os.environ if env is None else env), [*pass_fds], self.outlives and os.getpid()]
         self._conn.sendall(json.dumps(request).encode()+b'\n')
         self._answers = self._conn.makefile('r')
         self.pid = int(self._answers.readline() or -1)
@@ -204,5 +225,28 @@ class Forked(subprocess.Popen):
                     if pid: self._handle_exitstatus(status)
             finally: self._waitpid_lock.release()
         return self.returncode
+
+class Warm(Forked):
+    "A `Popen` whose process is a fork if it is a pool's, in the environment of the process that forks; any other, and those where there is no such process, starts as it would"
+    outlives,is_fork = True,False
+    def _execute_child(self, args, *rest):
+        env = rest[5] or os.environ
+        is_pool = isinstance(args, list) and args[-2:-1]==['-c'] and 'fastai_xla.launch.replica' in args[-1]
+        asked = [env.get(o) for o in ('PJRT_DEVICE','OMP_NUM_THREADS','PYTHONPATH')]
+        self.is_fork = is_pool and 'FORKS' in os.environ and asked==['CPU','1',os.environ.get('PYTHONPATH')]
+        return super()._execute_child(args[-2:], *rest) if self.is_fork else super(Forked, self)._execute_child(args, *rest)
+
+    def _try_wait(self, flags): return super()._try_wait(flags) if self.is_fork else super(Forked, self)._try_wait(flags)
+    def _internal_poll(self, *args, **kwargs): return super()._internal_poll(*args, **kwargs) if self.is_fork else super(Forked, self)._internal_poll(*args, **kwargs)
+
+def of_pools(pid=None):
+    "The processes of pools that `pid`, or this process, has started and that live"
+    import psutil
+    pid,alive = pid or os.getpid(),[o for o in psutil.process_iter(['name','cmdline','status']) if o.info['status']!='zombie']
+    return [o for o in alive if o.info['name']==f'pool of {pid}' or f', {pid}, ' in ' '.join(o.info['cmdline'] or []) and '_serve(' in o.info['cmdline'][-1]]
+
+def warm_pools():
+    "Have the processes of pools be forks too; `os.environ.pop('FORKS')` has them start cold"
+    subprocess.Popen = Warm
 
 if __name__=='__main__': main(sys.argv[1])

@@ -2,8 +2,8 @@
 import json, os, signal, socket, subprocess, sys, time
 from pathlib import Path
 
-from forks import address, flags, Forked, quick
-from fresh import run, run_ok
+from forks import address, flags, Forked, of_pools, quick
+from fresh import repo, run, run_ok
 
 LOOK = '''import json, os, sys, threading
 print(json.dumps([sys.argv, sys.path, __name__, globals().get('__file__'), os.getcwd(), os.getpid()==os.getsid(0), threading.active_count(),
@@ -47,7 +47,7 @@ import time; time.sleep(99)'''
 
 def test_who_asks_may_be_gone_at_once(tmp_path):
     "Before the fork has been told what it is, or has become that"
-    request = json.dumps([['-c', 'open("made", "w")'], str(tmp_path), {}]).encode()+b'\n'
+    request = json.dumps([['-c', 'open("made", "w")'], str(tmp_path), {}, [], None]).encode()+b'\n'
     for part in (b'', request[:20], *[request]*30):
         with socket.socket(socket.AF_UNIX) as s, open(os.devnull) as f:
             s.connect(f'{address()}.script')
@@ -60,3 +60,25 @@ def test_waits_and_signals():
     assert p.stdout.readline()=='1\n' and p.poll() is None
     p.send_signal(signal.SIGTERM)
     assert p.wait(60)==-signal.SIGTERM==p.poll()
+
+POOL = '''from fastai_xla.launch import TPUPool
+import os, sys
+def look(rank): return rank, os.getppid()==parent, os.getpid()==os.getsid(0), os.environ['CPU_NUM_DEVICES']
+parent = os.getpid()
+pool = TPUPool(2)
+print(pool.run(look), flush=True)
+sys.stdin.read()'''
+
+def test_processes_of_pools():
+    "Forks, or cold where nothing forks: the same process, which sees itself that who has started it is gone"
+    for env,n_names in (dict(os.environ), 1), ({k: v for k,v in os.environ.items() if k!='FORKS'}, 0):
+        p = subprocess.Popen([sys.executable, '-c', f'import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\nimport forks; forks.warm_pools()\n{POOL}'],
+            env=env | {'PYTHONPATH': str(repo)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert p.stdout.readline()=="[(0, True, True, '2'), (1, True, True, '2')]\n"
+        procs = of_pools(p.pid)
+        assert len(procs)==1 and sum(o.name()==f'pool of {p.pid}' for o in procs)==n_names
+        p.kill()
+        p.wait()
+        until = time.time()+60
+        while of_pools(p.pid) and time.time()<until: time.sleep(.05)
+        assert not of_pools(p.pid)

@@ -6,9 +6,8 @@ import psutil, pytest, torch
 from fastai_xla.launch import *
 from fastai_xla.launch.wire import Failed
 from fastai_xla.runtime import world_size
+from forks import of_pools
 from fresh import repo, run
-
-def left(): return [o for o in psutil.process_iter(['cmdline']) if f', {os.getpid()}, ' in ' '.join(o.info['cmdline'] or []) and o.status()!='zombie']
 
 @pytest.fixture(scope='module')
 def pool():
@@ -70,11 +69,11 @@ def test_cores_of_the_environment(monkeypatch):
 # ---- what is refused
 
 def test_errors_before_anything_starts():
-    before = left()
+    before = of_pools()
     for n in (0, -1):
         with pytest.raises(ValueError, match='`n_cores` must be a whole number, at least 1, or None. Got '): tpu_launch(print, n_cores=n)
     with pytest.raises(TypeError, match=r"args\[1\]\['file'\] cannot be sent to or from a replica"): tpu_launch(print, 1, dict(a=1, file=open(__file__, 'rb')), n_cores=2)
-    assert left() == before
+    assert of_pools() == before
 
 @pytest.mark.parametrize('kind', ['TPU','NEURON'])
 def test_kinds_of_device(kind, monkeypatch):
@@ -139,13 +138,13 @@ def launch_with_a_child():
     (lambda: os.kill(os.getpid(), signal.SIGKILL), 'The process of ranks 0, 1 was killed by SIGKILL', type(None), None)], ids='launch exit kill'.split())
 def test_failures(pool, how, text, cause, rank):
     pool.run(grad)
-    assert left()
+    assert of_pools()
     start = time.time()
     with pytest.raises(LaunchError, match=text) as e: pool.run(fail, how)
-    assert time.time()-start < 5 and not pool.is_open
+    assert time.time()-start < 10 and not pool.is_open
     assert e.value.rank == rank and isinstance(e.value.__cause__, cause)
     time.sleep(.2)
-    assert not left()
+    assert not of_pools()
 
 def test_one_core_and_a_result_that_cannot_be_sent():
     def f(r, x):
@@ -154,4 +153,4 @@ def test_one_core_and_a_result_that_cannot_be_sent():
     with TPUPool(1) as p:
         assert p.run(f, 0) == [0]
         with pytest.raises(LaunchError, match=r"(?s)result\[1\] cannot be sent to or from a replica.*BufferedReader"): p.run(f, 1)
-    assert not left()
+    assert not of_pools()
