@@ -25,9 +25,10 @@ warnings.filterwarnings('ignore')
 BS,LR,WARM,CORES = 16,1e-3,6,8
 WORKS = dict(vit='timm ViT, 12 blocks of width 64, 16 px', resnet18='resnet18, 64 px', mlp='MLP of 8 layers')
 CONTENDERS = dict(hand='hand-written torch_xla loop, `torch.optim.AdamW`', syncfree='the same with `torch_xla.amp.syncfree.AdamW`', naive='naive fastai: `model.to`, a callback that syncs',
-                  fastai_xla='fastai_xla, one core', distributed='fastai_xla, distributed, 8 virtual cores', sharded='fastai_xla, sharded, 8 virtual cores', stock='fastai_xla with the optimizer step of fastai', accelerate='accelerate', lightning='Lightning')
+                  fastai_xla='fastai_xla, one core', replayed='the same with `to_tpu(replay=True)`', distributed='fastai_xla, distributed, 8 virtual cores', sharded='fastai_xla, sharded, 8 virtual cores', stock='fastai_xla with the optimizer step of fastai', accelerate='accelerate', lightning='Lightning')
 TRIED = dict(compiled="fastai_xla, the model by `torch.compile(backend='openxla')`", scanned='fastai_xla, the blocks of the ViT by `scan_layers`')
 
+STRANGERS = 'hand','syncfree','naive','accelerate','lightning' # train without anything of ours but what counts
 COUNTS = 'compiles','reads','uploads','upload_bytes','executions','nodes'
 
 def model(work):
@@ -48,11 +49,11 @@ class Ticks:
     "What has been counted at the end of each step"
     def __init__(self): self.rows = []
     def __call__(self):
-        from fastai_xla.all import xla_counts
+        from fastai_xla.runtime.counts import xla_counts # which replaces nothing
         self.rows.append(xla_counts())
     def result(self, cores=1):
         "Times of each step after the first, and the means of the counts; of one of `cores` that share a process"
-        from fastai_xla.all import usual_step
+        from fastai_xla.monitor.stats import usual_step
         steps,first = [b-a for a,b in zip(self.rows, self.rows[1:])],self.rows[WARM]
         counts = {k: usual_step(steps, WARM)[k]/cores for k in COUNTS}
         return dict({k: [1e3*getattr(o, k) for o in steps[WARM:]] for k in ('wall','host')}, **counts, first_compiles=first.compiles, first_seconds=first.compile_seconds)
@@ -97,8 +98,6 @@ def run_naive(work, n, tick):
     import torch, torch_xla
     from fastai.basics import Callback
     torch.__future__.set_swap_module_params_on_conversion(True)
-    from fastai_xla.patches import undo_patches
-    undo_patches()
     class Sync(Callback):
         order = 100
         def after_batch(self): torch_xla.sync()
@@ -109,7 +108,7 @@ def run_naive(work, n, tick):
     learn.fit_one_cycle(1, LR)
     return float(learn.recorder.losses[-1])
 
-def run_fastai_xla(work, n, tick, stock=False):
+def run_fastai_xla(work, n, tick, stock=False, **kwargs):
     import fastai_xla.all
     from fastai.basics import Callback
     class StockStep(Callback):
@@ -118,7 +117,7 @@ def run_fastai_xla(work, n, tick, stock=False):
         def before_train(self): vars(self.opt).pop('step')
     for o in fastai_xla.all.patches_in_force():
         if stock and o.name=='zero_grad': o.undo()
-    learn = learner(work, n, [ticker(tick), *([StockStep()] if stock else [])]).to_tpu()
+    learn = learner(work, n, [ticker(tick), *([StockStep()] if stock else [])]).to_tpu(**kwargs)
     learn.fit_one_cycle(1, LR)
     return float(learn.recorder.losses[-1])
 
@@ -202,7 +201,7 @@ def run_lightning(work, n, tick):
     trainer.fit(Module(), torch.utils.data.DataLoader(data(work, n), batch_size=BS))
     return float(trainer.callback_metrics['loss'])
 
-RUNS = dict(hand=run_hand, syncfree=partial(run_hand, syncfree=True), naive=run_naive, fastai_xla=run_fastai_xla, distributed=run_distributed, sharded=run_sharded,
+RUNS = dict(hand=run_hand, syncfree=partial(run_hand, syncfree=True), naive=run_naive, fastai_xla=run_fastai_xla, replayed=partial(run_fastai_xla, replay=True), distributed=run_distributed, sharded=run_sharded,
             stock=partial(run_fastai_xla, stock=True), accelerate=run_accelerate, lightning=run_lightning, compiled=run_compiled, scanned=run_scanned)
 
 def contend(work, who, n):
@@ -211,6 +210,7 @@ def contend(work, who, n):
     torch.set_num_threads(1)
     tick = Ticks()
     res = RUNS[who](work, n, tick)
+    if who in STRANGERS and 'fastai_xla.patches' in sys.modules: raise RuntimeError(f'{who} was trained with the patches of fastai_xla in force')
     print('\nRESULT '+json.dumps(res if isinstance(res, dict) else dict(tick.result(), loss=res)), flush=True)
 
 def measure(work, who, n):
