@@ -91,3 +91,5 @@ from .monitor.report import *
 from .monitor.trace import *
 from .monitor.compile import *
 from .monitor.nan_guard import *
+from .monitor.rates import *
+from .monitor.meter import *

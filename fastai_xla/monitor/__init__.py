@@ -8,3 +8,5 @@ from .report import *
 from .trace import *
 from .compile import *
 from .nan_guard import *
+from .rates import *
+from .meter import *

@@ -1,0 +1,156 @@
+"The meter's numbers are those that can be computed by hand, in all three forms; it costs no read, run or compilation, and goes on where a training was killed."
+import csv, os
+import pytest
+from synth import *
+from fastai_xla.runtime.device import xm
+from fastai_xla.monitor.rates import ClockTimes
+from fresh import repo as here, run_ok
+
+class Ticks:
+    "Clocks that go on by 2 seconds, of which 1 is the host's and 1.5 the device's, whenever they are read"
+    def __init__(self): self.n = 0.
+    def __call__(self):
+        self.n += 1
+        return ClockTimes(2*self.n, self.n, 0., 1.5*self.n)
+
+def ticking(**kwargs):
+    meter = TPUMeter(**{'show': False, **kwargs})
+    meter.read = Ticks()
+    return meter
+
+def fit(learn, n=2, **kwargs):
+    with learn.no_bar(),learn.no_logging(): learn.fit(n, 1e-2, **kwargs)
+    return learn
+
+SUMS = 'steps','samples','seconds','core_seconds','host','device','flops'
+def sums(meter): return [meter.total[k] for k in SUMS]
+
+def test_columns_on_one_core(tmp_path):
+    "In fastai's table, so in its CSV file; 6 steps of 8 samples and 2 seconds an epoch"
+    meter = ticking(flops=1e9, peak_flops=1e11)
+    learn = mlp_learner(metrics=[accuracy, *meter.metrics('samples','samples_per_sec','mfu','step_ms')], path=tmp_path).to_tpu()
+    fit(learn, cbs=[meter, CSVLogger()])
+    assert sums(meter)==[12, 96, 24., 24., 12., 18., 96e9]
+    rows = [*csv.DictReader((tmp_path/'history.csv').open())]
+    assert [[float(o[k]) for k in ('samples','samples_per_sec','mfu','step_ms')] for o in rows]==[[48,4,.04,2000], [96,4,.04,2000]]
+    assert [learn.recorder.metric_names[4], *meter.table.frame.samples]==['samples','48','96'] and meter.metrics().attrgot('name')==['samples_per_sec','input_wait']
+    fit(learn, 1, cbs=meter)
+    assert meter.total['samples']==144 and len(meter.values)==1
+
+def test_tensorboard(tmp_path):
+    from fastai.callback.tensorboard import TensorBoardCallback
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    meter = ticking()
+    fit(mlp_learner(metrics=meter.metrics('samples')).to_tpu(), cbs=[meter, TensorBoardCallback(tmp_path/'logs', trace_model=False, log_preds=False)])
+    assert [o.value for o in EventAccumulator(str(tmp_path/'logs')).Reload().Scalars('samples')]==[48,96]
+
+def test_operations_are_counted_on_shapes():
+    "Where the peak is known: once, without a run; a model that needs values has no MFU"
+    meter = ticking(peak_flops=1e6)
+    fit(mlp_learner().to_tpu(), 1, cbs=meter)
+    forward,inputs = 2*(8*16+16*3),2*16*3
+    assert (meter.flops,meter.flops_error)==(2*forward+inputs, None)
+    assert meter.values[0][6]==pytest.approx(48*meter.flops/(12*1e6))
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.l = nn.Linear(8, 3)
+        def forward(self, x):
+            if x.device.type=='meta': x.sum().item()
+            return self.l(x)
+    learn = mlp_learner(splitter=trainable_params)
+    learn.model = Odd()
+    fit(learn.to_tpu(), 1, cbs=meter)
+    assert meter.values[0][6] is None and 'meta' in meter.flops_error
+
+def test_nothing_is_read_run_or_compiled_for_it():
+    def cost(cbs):
+        learn,stats = mlp_learner().to_tpu(fetch_every=1e9),XLAStats()
+        xm.wait_device_ops()
+        before = xla_counts()
+        fit(learn, cbs=[stats, *cbs])
+        xm.wait_device_ops()
+        c = xla_counts()-before
+        return [(o.reads,o.compiles,o.nodes) for o in stats.steps], [c.reads, c.executions, c.uploads, c.nodes, c.upload_bytes]
+    cost([]) # compiles
+    assert cost([TPUMeter(show=False, peak_flops=1e12)])==cost([])
+
+def test_its_line(capsys):
+    learn = mlp_learner().to_tpu()
+    with learn.no_bar(): learn.fit(2, cbs=TPUMeter())
+    lines = [o for o in capsys.readouterr().out.splitlines() if 'samples/s' in o]
+    assert len(lines)==2 and re.fullmatch(r'\S+ samples/s; a step \S+ ms: device \S+, host \S+, waits for input \d+%; 48 samples in \S+ core hours; compiled for \S+ s, \d+ s left', lines[0])
+    assert 'left' not in lines[1] and 'samples/s' not in (fit(learn, 1, cbs=TPUMeter()), capsys.readouterr().out)[1]
+    with learn.no_logging(): learn.fit(1, cbs=[meter := TPUMeter(), Look()])
+    assert Look.seen and all(re.fullmatch(r'[\d.]* \| \S+ samples/s, waits \d+%', o) for o in Look.seen)
+
+class Look(Callback):
+    "The comments that the bar had"
+    order,seen = 200,[]
+    def after_batch(self):
+        if self.training: self.seen.append(self.progress.pbar.comment)
+
+child = dict(PYTHONPATH=f'{here}{os.pathsep}{here}/tests', CPU_NUM_DEVICES='2')
+
+class Killed(Exception): pass
+
+class Kill(Callback):
+    order = 1200
+    def __init__(self, at): self.at = at
+    def after_batch(self):
+        if self.training and self.train_iter==self.at: raise Killed('now')
+
+@pytest.mark.parametrize('at', [4,9])
+def test_goes_on_where_it_was_killed(tmp_path, at):
+    "In the first epoch, and in the second; the batches that are passed over cost nothing"
+    with pytest.raises(Killed): fit(mlp_learner().to_tpu(), cbs=[ticking(), TPUCheckpoint(tmp_path, every=1), Kill(at)])
+    learn = fit(mlp_learner().to_tpu(), cbs=[meter := ticking(), resume_from(tmp_path, every=1)])
+    assert sums(meter)[:4]==[12, 96, 24., 24.] and len(meter.values)==2 and learn.train_iter==12
+    assert meter.values[1][:3]==(4., 4., 2000.)
+
+def test_lr_find_is_not_counted():
+    learn = mlp_learner(cbs=(meter := ticking())).to_tpu()
+    with learn.no_bar(): learn.lr_find(num_it=8, show_plot=False)
+    assert meter.total['steps']==0
+    fit(learn, 1)
+    assert meter.total['steps']==6
+
+def test_on_replicas():
+    "Samples of all, seconds of one: as many core seconds as two cores take"
+    out = run_ok("""
+        from fastai_xla.all import use_virtual_cores
+        use_virtual_cores(2)
+        from test_meter import *
+        learns = [mlp_learner(bs=4, cbs=ticking()) for _ in range(2)]
+        def f(rank):
+            meter = fit(learns[rank].to_tpu_distributed()).tpu_meter
+            return *sums(meter)[:6],*meter.values[-1][:3],meter.n_here
+        print(run_replicas(f, n=2))""", **child)
+    assert out.splitlines()[-1]=='[(12, 96, 24.0, 48.0, 12.0, 9.0, 4.0, 2.0, 2000.0, 2), (12, 96, 24.0, 48.0, 12.0, 9.0, 4.0, 2.0, 2000.0, 2)]'
+
+def test_in_processes():
+    "From a notebook: its table, its lines, and what comes home"
+    out = run_ok("""
+        from fastai.basics import *
+        from fastai.test_utils import synth_learner
+        from fastai_xla.all import *
+        if __name__=='__main__':
+            meter = TPUMeter()
+            learn = synth_learner(metrics=meter.metrics('samples','core_hours')).to_tpu_distributed(n_cores=2)
+            with learn.no_bar(): learn.fit(2, cbs=meter)
+            t,n = meter.total,len(learn.dls.train)//2
+            print([o[2]/n for o in learn.recorder.values], t['steps']/n, t['samples']/n, t['core_seconds']==2*t['seconds']>0, len(meter.values))""", **child)
+    assert out.splitlines()[-1]=='[32.0, 64.0] 2.0 64.0 True 2'
+    assert sum('samples/s (' in o and 'a core' in o for o in out.splitlines())==2
+
+def test_sharded():
+    out = run_ok("""
+        import torch
+        from fastai.test_utils import synth_learner
+        from fastai_xla.all import *
+        learn = synth_learner(model=torch.nn.Linear(1, 1)).to_tpu_sharded(fsdp=2)
+        from test_meter import *
+        os.environ['TPU_ACCELERATOR_TYPE'] = 'v5litepod-8' # what a machine says of itself; devices do not under SPMD
+        fit(learn, cbs=(meter := ticking()))
+        print(len(learn.dls.train), sums(meter)[:6], meter.values[-1][:2], meter.n_here, meter.peak, meter.flops)""", **child)
+    assert out.splitlines()[-1]=='10 [20, 320, 40.0, 80.0, 20.0, 30.0] (8.0, 4.0) 1 197000000000000.0 4.0', "a weight takes four operations a sample"
