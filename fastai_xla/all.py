@@ -93,3 +93,4 @@ from .monitor.compile import *
 from .monitor.nan_guard import *
 from .monitor.rates import *
 from .monitor.meter import *
+from .monitor.profile import *

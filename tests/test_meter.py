@@ -1,5 +1,6 @@
-"The meter's numbers are those that can be computed by hand, in all three forms; it costs no read, run or compilation, and goes on where a training was killed."
-import csv, os
+"""The meter's numbers are those that can be computed by hand, in all three forms; it costs no read, run or compilation, and goes on where a training
+was killed. The profile finds where time was spent on purpose, and its trace is written however the fit ends."""
+import csv, os, time
 import pytest
 from synth import *
 from fastai_xla.runtime.device import xm
@@ -108,18 +109,67 @@ def test_lr_find_is_not_counted():
     fit(learn, 1)
     assert meter.total['steps']==6
 
-def test_on_replicas():
+class Slow(Callback):
+    "Spends 20 ms in an event of training or validation"
+    order = 1
+    def __init__(self, event, training=True): setattr(self, event, lambda: time.sleep(.02*(self.training==training)))
+
+class SlowItems(list):
+    "A batch of 8 takes 40 ms"
+    def __getitem__(self, i):
+        time.sleep(.005)
+        return super().__getitem__(i)
+
+def profiled(steps=(2,5), cbs=None, learn=None, **kwargs):
+    prof = StepProfiler(steps, trace=False, **kwargs)
+    fit(learn or mlp_learner().to_tpu(), cbs=[prof, *L(cbs)])
+    return prof
+
+@pytest.mark.parametrize('event,phase', [('before_batch','input'), ('after_pred','forward'), ('after_loss','loss'), ('before_backward','backward'),
+    ('before_step','step'), ('after_batch','sync')])
+def test_a_slow_phase_is_found(event, phase):
+    prof = profiled(cbs=Slow(event))
+    assert [3]+[k for k in prof.steps[0] if min(o[k][0] for o in prof.steps)>=.02]==[len(prof.steps), phase]
+    assert all(o[phase][1]<.02 for o in prof.steps), 'this thread slept'
+
+def test_slow_input_is_waited_for():
+    learn = mlp_learner()
+    learn.dls.train = TfmdDL(SlowItems(vectors(48)), bs=8, num_workers=0)
+    meter = TPUMeter(show=False)
+    prof = profiled(learn=learn.to_tpu(), cbs=meter)
+    assert sum(o['wait'][0] for o in prof.steps)>.5*prof.seconds['wall'] and meter.values[-1][5]>.5
+
+def test_validation_is_not_profiled():
+    prof = profiled((4,8), cbs=Slow('after_batch', training=False))
+    assert len(prof.steps)==4 and sum(v[0] for o in prof.steps for v in o.values())<=prof.seconds['wall']
+    assert profiled((4,8)).table[-1][0]=='a step' and prof.seconds['wall']-sum(v[0] for o in prof.steps for v in o.values())<.06, 'three batches of 20 ms'
+
+def test_the_trace_is_written_however_a_fit_ends(tmp_path):
+    learn = mlp_learner(path=tmp_path).to_tpu()
+    prof = StepProfiler((1,50), folder='found')
+    with pytest.raises(Killed): fit(learn, cbs=[prof, Kill(3)])
+    learn.remove_cbs([StepProfiler,Kill])
+    assert Path(prof.file).is_relative_to(tmp_path/'found') and b'fastai: forward' in Path(prof.file).read_bytes() and len(prof.steps)==1
+    fit(learn, cbs=(again := StepProfiler((0,2))))
+    assert len(again.steps)==2 and Path(again.file).is_relative_to(tmp_path/'profile')
+    with pytest.warns(UserWarning, match='the fit had 12 steps, and the first to look at is 90. Choose earlier `steps`'): fit(learn, cbs=StepProfiler((90,95)))
+    ax = again.plot()
+    assert len(ax.containers)==8 and [round(o.get_width(), 6) for o in ax.containers[2]]==[round(o['forward'][0]*1e3, 6) for o in again.steps]
+    plt.close('all')
+
+def test_on_replicas(tmp_path):
     "Samples of all, seconds of one: as many core seconds as two cores take"
-    out = run_ok("""
+    out = run_ok(f"""
         from fastai_xla.all import use_virtual_cores
         use_virtual_cores(2)
         from test_meter import *
-        learns = [mlp_learner(bs=4, cbs=ticking()) for _ in range(2)]
+        learns = [mlp_learner(bs=4, cbs=[ticking(), StepProfiler((1,3), folder="{tmp_path}")]) for _ in range(2)]
         def f(rank):
             meter = fit(learns[rank].to_tpu_distributed()).tpu_meter
-            return *sums(meter)[:6],*meter.values[-1][:3],meter.n_here
+            prof = learns[rank].step_profiler
+            return *sums(meter)[:6],*meter.values[-1][:3],meter.n_here,len(prof.steps),bool(prof.file)
         print(run_replicas(f, n=2))""", **child)
-    assert out.splitlines()[-1]=='[(12, 96, 24.0, 48.0, 12.0, 9.0, 4.0, 2.0, 2000.0, 2), (12, 96, 24.0, 48.0, 12.0, 9.0, 4.0, 2.0, 2000.0, 2)]'
+    assert out.splitlines()[-1]=='[(12, 96, 24.0, 48.0, 12.0, 9.0, 4.0, 2.0, 2000.0, 2, 2, True), (12, 96, 24.0, 48.0, 12.0, 9.0, 4.0, 2.0, 2000.0, 2, 2, False)]'
 
 def test_sharded():
     out = run_ok("""

@@ -61,10 +61,10 @@ if __name__=='__main__':
     def fit(learn): learn.fit_one_cycle(2, slice(1e-3, 1e-2))
 
     def notes(form):
-        with redirect_stdout(StringIO()) as said: fit(learn := get_learner(form, [Notes(), CSVLogger(), ShowGraphCallback()], show=True))
+        with redirect_stdout(StringIO()) as said: fit(learn := get_learner(form, [Notes(), CSVLogger(), ShowGraphCallback(), StepProfiler((1,4), trace=False)], show=True))
         csv = [l.split(',')[:-1] for l in Path('history.csv').read_text().splitlines()]
         return dict(seen=learn.notes.seen, csv=csv, graph=learn.show_graph.nb_batches, lrs=learn.recorder.lrs,
-            meter=learn.tpu_meter.total, lines=[o for o in said.getvalue().splitlines() if 'core hours' in o])
+            meter=learn.tpu_meter.total, profile=[sum(v[0] for v in o.values()) for o in learn.step_profiler.steps], lines=[o for o in said.getvalue().splitlines() if 'core hours' in o])
 
     def tensorboard(form):
         fit(get_learner(form, TensorBoardCallback('logs')))
@@ -140,10 +140,11 @@ def test_every_event_and_number(told, form):
     same([plain['graph'], plain['lrs']], [got['graph'], got['lrs']])
 
 @pytest.mark.parametrize('form', FORMS)
-def test_meter(told, form):
-    "It adds up alike in each form, and its line is under the table of the notebook"
+def test_meter_and_profiler(told, form):
+    "They add up alike in each form, and the line is under the table of the notebook"
     assert [o[-1] for o in told['plain notes']['csv'][1:]]==['16','32']
-    total,lines = told[f'{form} notes']['meter'],told[f'{form} notes']['lines']
+    total,lines,profile = (told[f'{form} notes'][k] for k in ('meter','lines','profile'))
+    assert len(profile)==3 and min(profile)>0
     assert (total['steps'],total['samples'])==(4,32) and total['core_seconds']==pytest.approx(total['seconds']*(1 if form=='tpu' else N))
     assert len(lines)==2 and all(('a core)' in o)==(form!='tpu') for o in lines) and '; 32 samples in ' in lines[1]
 

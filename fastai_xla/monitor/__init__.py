@@ -10,3 +10,4 @@ from .compile import *
 from .nan_guard import *
 from .rates import *
 from .meter import *
+from .profile import *
