@@ -94,3 +94,4 @@ from .monitor.nan_guard import *
 from .monitor.rates import *
 from .monitor.meter import *
 from .monitor.profile import *
+from .monitor.norm_meter import *

@@ -11,3 +11,4 @@ from .nan_guard import *
 from .rates import *
 from .meter import *
 from .profile import *
+from .norm_meter import *
