@@ -71,6 +71,7 @@ CASES = [ # what is called, and of its arguments the wrong values
     (count_model, dict(model=WRONG), dict(model=linear(), shape=(2,))),
     (plan, dict(model=WRONG, mesh=WRONG, batch=count, shape=but([]), rules=but([]), opt=WRONG, grad_ckpt=bit, scan=bit, bf16=bit, mfu=WRONG)),
     (TPUMeter, dict(show=bit, flops=but(None, 1.5), peak_flops=but(None, 1.5))), (lambda **kw: TPUMeter().metrics(*kw.values()), dict(names=WRONG)),
+    (lambda **kw: NormMeter().metrics(*kw.values()), dict(kinds=WRONG)), (lambda **kw: NormMeter().plot(**kw), dict(kind=WRONG)),
     (StepProfiler, dict(steps=WRONG, folder=place, trace=bit)), (batch_flops, dict(learn=WRONG)), (peak_flops_of, dict(kind=but('a'))),
     (lambda **kw: plan().seconds(**kw), dict(kind=WRONG)), (lambda **kw: plan().fits(**kw), dict(kind=WRONG)),
 ]

@@ -1,5 +1,5 @@
 """The meter's numbers are those that can be computed by hand, in all three forms; it costs no read, run or compilation, and goes on where a training
-was killed. The profile finds where time was spent on purpose, and its trace is written however the fit ends."""
+was killed. Norms are those that torch computes. The profile finds where time was spent on purpose, and its trace is written however the fit ends."""
 import csv, os, time
 import pytest
 from synth import *
@@ -157,6 +157,56 @@ def test_the_trace_is_written_however_a_fit_ends(tmp_path):
     assert len(ax.containers)==8 and [round(o.get_width(), 6) for o in ax.containers[2]]==[round(o['forward'][0]*1e3, 6) for o in again.steps]
     plt.close('all')
 
+class TorchNorms(Callback):
+    "What `NormMeter` notes, by torch's own norm"
+    order = 9
+    def before_fit(self): self.seen = [],[],[]
+    def norms(self, f):
+        vs = [[f(p) for p in pl if f(p) is not None] for pl in self.opt.param_lists]
+        return [torch.nn.utils.get_total_norm(v).item() if v else 0. for v in (sum(vs, []), *vs)]
+    def before_step(self):
+        self.seen[0].append(self.norms(lambda p: p.grad))
+        self.seen[1].append(self.norms(lambda p: p.detach()))
+        self.old = {p: p.detach().clone() for pl in self.opt.param_lists for p in pl}
+    def after_step(self): self.seen[2].append(self.norms(lambda p: p.detach()-self.old[p]))
+
+def plain_net_learner(bs=8, **kwargs):
+    "The same batches whatever the seed, and no BatchNorm"
+    dls = DataLoaders(*[TfmdDL(vectors(n), bs=bs, num_workers=0) for n in (48,16)])
+    set_seed(4)
+    m = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    return Learner(dls, m, loss_func=CrossEntropyLossFlat(), splitter=lambda m: L(m[:1], m[2:]).map(params), path='.', **kwargs)
+
+def norms_of(learn, **kwargs):
+    fit(learn, cbs=[norms := NormMeter(), *L(kwargs.pop('cbs', None))], **kwargs)
+    return [norms.grads, norms.params, norms.updates]
+
+def torch_norms(cbs=None, **kwargs):
+    fit(plain_net_learner(**kwargs), cbs=[seen := TorchNorms(), *L(cbs)])
+    return [*seen.seen]
+
+@pytest.mark.parametrize('to', [noop, lambda o: o.to_tpu(), lambda o: o.to_tpu(fetch_every=0), lambda o: o.to_tpu(replay=True)], ids=['host','tpu','at_once','replay'])
+def test_norms_are_those_of_torch(to):
+    "Before they are clipped; a step of two batches has one; of what is frozen there is no gradient and no update"
+    from fastai.callback.training import GradientAccumulation, GradientClip
+    close(torch_norms(), norms_of(to(plain_net_learner())))
+    def cbs(): return [GradientAccumulation(16), GradientClip(.1)]
+    want = torch_norms(cbs())
+    close(want, norms_of(to(plain_net_learner()), cbs=cbs()))
+    assert [len(want[0]), len(want[0][0])]==[6,3] and min(o[0] for o in want[0])>.1
+    learn = plain_net_learner()
+    learn.freeze()
+    got = norms_of(to(learn))
+    assert all(o[1]==0<o[2]==o[0] for o in got[0]+got[2]) and got[1][0][1]>0
+
+def test_norms_come_with_the_losses():
+    def cost(cbs):
+        stats = XLAStats()
+        learn = fit(plain_net_learner(cbs=cbs).to_tpu(fetch_every=1e9), 3, cbs=stats)
+        return [(o.reads,o.compiles) for o in stats.steps[2:]],stats.train[-1].reads,stats.train[-1].uploads
+    got = cost([norms := NormMeter()])
+    assert got==cost([]) and set(got[0])=={(0,0)} and len(norms.grads)==18
+
 def test_on_replicas(tmp_path):
     "Samples of all, seconds of one: as many core seconds as two cores take"
     out = run_ok(f"""
@@ -168,6 +218,11 @@ def test_on_replicas(tmp_path):
             meter = fit(learns[rank].to_tpu_distributed()).tpu_meter
             prof = learns[rank].step_profiler
             return *sums(meter)[:6],*meter.values[-1][:3],meter.n_here,len(prof.steps),bool(prof.file)
+        def norms(fsdp): return run_replicas(lambda rank: norms_of(plain[rank].to_tpu_distributed(fsdp=fsdp)), n=2)
+        want = torch_norms()
+        for fsdp in (False,True):
+            plain = [plain_net_learner(bs=4) for _ in range(2)]
+            for got in norms(fsdp): close([want[0], want[2]] if fsdp else want, [got[0], got[2]] if fsdp else got, rtol=1e-4)
         print(run_replicas(f, n=2))""", **child)
     assert out.splitlines()[-1]=='[(12, 96, 24.0, 48.0, 12.0, 9.0, 4.0, 2.0, 2000.0, 2, 2, True), (12, 96, 24.0, 48.0, 12.0, 9.0, 4.0, 2.0, 2000.0, 2, 2, False)]'
 
@@ -180,5 +235,6 @@ def test_sharded():
         from test_meter import *
         os.environ['TPU_ACCELERATOR_TYPE'] = 'v5litepod-8' # what a machine says of itself; devices do not under SPMD
         fit(learn, cbs=(meter := ticking()))
+        close(torch_norms(), norms_of(plain_net_learner().to_tpu_sharded(fsdp=2)), rtol=1e-4)
         print(len(learn.dls.train), sums(meter)[:6], meter.values[-1][:2], meter.n_here, meter.peak, meter.flops)""", **child)
     assert out.splitlines()[-1]=='10 [20, 320, 40.0, 80.0, 20.0, 30.0] (8.0, 4.0) 1 197000000000000.0 4.0', "a weight takes four operations a sample"
