@@ -100,7 +100,7 @@ def test_goes_on_where_it_was_killed(tmp_path, at):
     with pytest.raises(Killed): fit(mlp_learner().to_tpu(), cbs=[ticking(), TPUCheckpoint(tmp_path, every=1), Kill(at)])
     learn = fit(mlp_learner().to_tpu(), cbs=[meter := ticking(), resume_from(tmp_path, every=1)])
     assert sums(meter)[:4]==[12, 96, 24., 24.] and len(meter.values)==2 and learn.train_iter==12
-    assert meter.values[1][:3]==(4., 4., 2000.)
+    assert meter.values[1][:3]==(4., 4., 2000.) and meter.span['steps']==(3 if at==9 else 6), 'an epoch counts from where it goes on'
 
 def test_lr_find_is_not_counted():
     learn = mlp_learner(cbs=(meter := ticking())).to_tpu()
