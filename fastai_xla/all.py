@@ -91,3 +91,7 @@ from .monitor.report import *
 from .monitor.trace import *
 from .monitor.compile import *
 from .monitor.nan_guard import *
+from .monitor.rates import *
+from .monitor.meter import *
+from .monitor.profile import *
+from .monitor.norm_meter import *

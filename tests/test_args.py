@@ -70,6 +70,9 @@ CASES = [ # what is called, and of its arguments the wrong values
     (train_batches, dict(learn=WRONG, n=count), dict(learn=learn(), n=1, cbs=[])), (read_dump, dict(folder=place)), (training_graph, dict(graphs=WRONG)),
     (count_model, dict(model=WRONG), dict(model=linear(), shape=(2,))),
     (plan, dict(model=WRONG, mesh=WRONG, batch=count, shape=but([]), rules=but([]), opt=WRONG, grad_ckpt=bit, scan=bit, bf16=bit, mfu=WRONG)),
+    (TPUMeter, dict(show=bit, flops=but(None, 1.5), peak_flops=but(None, 1.5))), (lambda **kw: TPUMeter().metrics(*kw.values()), dict(names=WRONG)),
+    (lambda **kw: NormMeter().metrics(*kw.values()), dict(kinds=WRONG)), (lambda **kw: NormMeter().plot(**kw), dict(kind=WRONG)),
+    (StepProfiler, dict(steps=WRONG, folder=place, trace=bit)), (batch_flops, dict(learn=WRONG)), (peak_flops_of, dict(kind=but('a'))),
     (lambda **kw: plan().seconds(**kw), dict(kind=WRONG)), (lambda **kw: plan().fits(**kw), dict(kind=WRONG)),
 ]
 
@@ -108,7 +111,8 @@ SEAMS = '''start_iter DeviceDL Shipment EventTeller lengthen_lr_find run_along r
     function_of restores OwnDraws MarkedDL graph_error DevicePhases BatchEnds BadStepWatch launch_error shapes_of process_start is_running Lease
     check_room groups_by_size pieces_of read_pieces plain_dtype tensor_kind Encoder encode encode_states Decoder decode checkpoint_fault find_checkpoint
     StoreReader copy_state note_made made_as fingerprint check_differences note_config CheckpointOptions settings_of progress_file plan_goal load_weights
-    StateRestorer FitResumer hlo_message compile_options ProgramReport tpu_advice trace_phase StepReports TPUReport scope_of'''.split()
+    StateRestorer FitResumer hlo_message compile_options ProgramReport tpu_advice trace_phase StepReports TPUReport scope_of step_times meter_row meter_line
+    speed_text MeterSums MeterRates ProfiledSteps plot_steps'''.split()
 
 def options(f):
     "The parameters of `f` that say they are numbers, words or switches"

@@ -1,5 +1,5 @@
 """What shows or logs a training is told the same in each form as in plain fastai: W&B and TensorBoard with their defaults, CSV files,
-graphs, and a callback that notes every event. `python test_trackers.py <form>` trains in this form and prints what each was told."""
+graphs, and a callback that notes every event; so is a column of `TPUMeter`. `python test_trackers.py <form>` trains in this form and prints what each was told."""
 import json, os, struct, sys, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +20,8 @@ if __name__=='__main__':
     from fastai.vision.all import *
     from fastai.callback.all import *
     from fastai.callback.tensorboard import TensorBoardCallback
+    from contextlib import redirect_stdout
+    from io import StringIO
     from fastai.callback.wandb import WandbCallback
     from fastai_xla.all import *
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -43,7 +45,7 @@ if __name__=='__main__':
     for o in '''before_epoch before_train before_batch after_pred after_loss before_backward after_backward before_step after_step
         after_batch after_train before_validate after_validate after_epoch'''.split(): setattr(Notes, o, _at(o))
 
-    def get_learner(form, **kwargs):
+    def get_learner(form, cbs, show=False):
         per = N if form=='pool' else 1 # training batches are of each core, and validation's whole
         set_seed(1) # also for the order of the samples
         rng = np.random.RandomState(0)
@@ -51,19 +53,21 @@ if __name__=='__main__':
         db = DataBlock((ImageBlock, CategoryBlock), get_x=lambda i: ims[i], get_y=lambda i: 'ab'[i%2], splitter=IndexSplitter(range(16, 36)))
         dls = db.dataloaders(range(36), bs=8//per, val_bs=4, num_workers=0)
         model = nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), nn.ReLU(), nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(4, 2))
-        learn = Learner(dls, model, metrics=accuracy, splitter=lambda m: [params(m[:2]), params(m[2:])], **kwargs)
+        meter = TPUMeter(show=show)
+        learn = Learner(dls, model, metrics=[accuracy, *meter.metrics('samples')], splitter=lambda m: [params(m[:2]), params(m[2:])], cbs=[meter, *L(cbs)])
         to = dict(plain=noop, tpu=Learner.to_tpu, pool=partial(Learner.to_tpu_distributed, n_cores=N), sharded=partial(Learner.to_tpu_sharded, fsdp=N))
         return to[form](learn)
 
     def fit(learn): learn.fit_one_cycle(2, slice(1e-3, 1e-2))
 
     def notes(form):
-        fit(learn := get_learner(form, cbs=[Notes(), CSVLogger(), ShowGraphCallback()]))
+        with redirect_stdout(StringIO()) as said: fit(learn := get_learner(form, [Notes(), CSVLogger(), ShowGraphCallback(), StepProfiler((1,4), trace=False)], show=True))
         csv = [l.split(',')[:-1] for l in Path('history.csv').read_text().splitlines()]
-        return dict(seen=learn.notes.seen, csv=csv, graph=learn.show_graph.nb_batches, lrs=learn.recorder.lrs)
+        return dict(seen=learn.notes.seen, csv=csv, graph=learn.show_graph.nb_batches, lrs=learn.recorder.lrs,
+            meter=learn.tpu_meter.total, profile=[sum(v[0] for v in o.values()) for o in learn.step_profiler.steps], lines=[o for o in said.getvalue().splitlines() if 'core hours' in o])
 
     def tensorboard(form):
-        fit(get_learner(form, cbs=TensorBoardCallback('logs')))
+        fit(get_learner(form, TensorBoardCallback('logs')))
         acc = EventAccumulator('logs', size_guidance=dict(scalars=0)).Reload()
         scalars = {t: sorted({(o.step, round(o.value, 9)) for o in acc.Scalars(t)}) for t in acc.Tags()['scalars']}
         return dict(scalars=scalars, images={t: [o.step for o in acc.Images(t)] for t in acc.Tags()['images']}, graph=acc.Tags()['graph'])
@@ -89,7 +93,7 @@ if __name__=='__main__':
 
     def weights_and_biases(form):
         run = wandb.init(project='p')
-        fit(get_learner(form, cbs=[WandbCallback(), Callback(after_pred=lambda self: time.sleep(.02))]))
+        fit(get_learner(form, [WandbCallback(), Callback(after_pred=lambda self: time.sleep(.02))]))
         folder = Path(run.dir).parent
         wandb.finish()
         wandb.teardown() # its process writes the rest
@@ -130,15 +134,24 @@ def same(a, b, at=''):
 @pytest.mark.parametrize('form', FORMS)
 def test_every_event_and_number(told, form):
     plain,got = told['plain notes'],told[f'{form} notes']
-    assert len(plain['seen'])==2+2*(6+2*8+5*4) and plain['csv'][0][:3]==['epoch','train_loss','valid_loss'], 'two epochs of 2 and 5 batches'
+    assert len(plain['seen'])==2+2*(6+2*8+5*4) and plain['csv'][0]==['epoch','train_loss','valid_loss','accuracy','samples'], 'two epochs of 2 and 5 batches'
     same(plain['seen'], got['seen'])
     same([[float(o) for o in r] for r in plain['csv'][1:]], [[float(o) for o in r] for r in got['csv'][1:]])
     same([plain['graph'], plain['lrs']], [got['graph'], got['lrs']])
 
 @pytest.mark.parametrize('form', FORMS)
+def test_meter_and_profiler(told, form):
+    "They add up alike in each form, and the line is under the table of the notebook"
+    assert [o[-1] for o in told['plain notes']['csv'][1:]]==['16','32']
+    total,lines,profile = (told[f'{form} notes'][k] for k in ('meter','lines','profile'))
+    assert len(profile)==3 and min(profile)>0
+    assert (total['steps'],total['samples'])==(4,32) and total['core_seconds']==pytest.approx(total['seconds']*(1 if form=='tpu' else N))
+    assert len(lines)==2 and all(('a core)' in o)==(form!='tpu') for o in lines) and '; 32 samples in ' in lines[1]
+
+@pytest.mark.parametrize('form', FORMS)
 def test_tensorboard_with_its_defaults(told, form):
     plain,got = told['plain tensorboard'],told[f'{form} tensorboard']
-    assert plain['graph'] and [*plain['images'].values()]==[[2,4]] and {'train_loss','valid_loss','accuracy','lr_0','lr_1'} <= plain['scalars'].keys()
+    assert plain['graph'] and [*plain['images'].values()]==[[2,4]] and {'train_loss','valid_loss','accuracy','samples','lr_0','lr_1'} <= plain['scalars'].keys()
     same(plain, got)
 
 @pytest.mark.parametrize('form', FORMS)

@@ -26,7 +26,7 @@ from ..train.trainer import TPUTrainer
 from .types import register_type
 from .sharded import sender
 from .codec import decode, encode, encode_states, read_encoded, write_encoded
-from .fingerprint import args_of_init, made_as, moved, note_made, own_cbs, without_notes
+from .fingerprint import args_of_init, kept_attrs, made_as, moved, note_made, own_cbs, without_notes
 
 # %% ../../nbs/81_checkpoint.progress.ipynb #device
 def _device(learn):
@@ -51,7 +51,8 @@ def _objects(learn):
 _not_kept = dict(Recorder=('loss','smooth_loss','start_epoch'), MixUp=('old_lf',), CutMix=('old_lf',))
 
 def _attrs(o):
-    return without_notes({k: v for k,v in own_attrs(o).items() if k not in _not_kept.get(type(o).__name__, ())})
+    kept,dropped = kept_attrs(o),_not_kept.get(type(o).__name__, ())
+    return without_notes({k: v for k,v in own_attrs(o).items() if k not in dropped and (kept is None or k in kept)})
 
 def _in_module(m):
     "The plain values and device tensors that `m` has as attributes"

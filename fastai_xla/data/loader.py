@@ -8,6 +8,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/data.loader.html.md"""
 __all__ = ['BucketDL', 'DeviceDL', 'MarkedDL', 'XLADL']
 
 # %% ../../nbs/25_data.loader.ipynb #imports
+import time
 from functools import partial
 import torch
 from fastai.basics import apply, DataLoader, TfmdDL, to_detach
@@ -47,6 +48,7 @@ class BucketDL(TfmdDL):
 class DeviceDL(BucketDL):
     "A loader around `dl` that can send its batches to `device`, padded; anything else is asked of `dl`"
     _spec = None
+    waited = 0. # Seconds for which a batch was not ready when it was asked for
     def __init__(self,
         dl, # A fastai `DataLoader`, a torch one, or a list of batches
         device, # XLA device
@@ -152,8 +154,9 @@ class XLADL(MarkedDL):
 
     def _take(self, batches, handoff):
         "The next batch that the background thread has made, or None; it may draw while this one waits"
-        self.n_real = None
+        self.n_real,start = None,time.perf_counter()
         with handoff.waiting(): got = next(batches, None)
+        self.waited += time.perf_counter()-start
         if got is None: return
         b,self.n_real,state = got
         handoff.took(state)

@@ -8,3 +8,7 @@ from .report import *
 from .trace import *
 from .compile import *
 from .nan_guard import *
+from .rates import *
+from .meter import *
+from .profile import *
+from .norm_meter import *

@@ -1,0 +1,240 @@
+"""The meter's numbers are those that can be computed by hand, in all three forms; it costs no read, run or compilation, and goes on where a training
+was killed. Norms are those that torch computes. The profile finds where time was spent on purpose, and its trace is written however the fit ends."""
+import csv, os, time
+import pytest
+from synth import *
+from fastai_xla.runtime.device import xm
+from fastai_xla.monitor.rates import ClockTimes
+from fresh import repo as here, run_ok
+
+class Ticks:
+    "Clocks that go on by 2 seconds, of which 1 is the host's and 1.5 the device's, whenever they are read"
+    def __init__(self): self.n = 0.
+    def __call__(self):
+        self.n += 1
+        return ClockTimes(2*self.n, self.n, 0., 1.5*self.n)
+
+def ticking(**kwargs):
+    meter = TPUMeter(**{'show': False, **kwargs})
+    meter.read = Ticks()
+    return meter
+
+def fit(learn, n=2, **kwargs):
+    with learn.no_bar(),learn.no_logging(): learn.fit(n, 1e-2, **kwargs)
+    return learn
+
+SUMS = 'steps','samples','seconds','core_seconds','host','device','flops'
+def sums(meter): return [meter.total[k] for k in SUMS]
+
+def test_columns_on_one_core(tmp_path):
+    "In fastai's table, so in its CSV file; 6 steps of 8 samples and 2 seconds an epoch"
+    meter = ticking(flops=1e9, peak_flops=1e11)
+    learn = mlp_learner(metrics=[accuracy, *meter.metrics('samples','samples_per_sec','mfu','step_ms')], path=tmp_path).to_tpu()
+    fit(learn, cbs=[meter, CSVLogger()])
+    assert sums(meter)==[12, 96, 24., 24., 12., 18., 96e9]
+    rows = [*csv.DictReader((tmp_path/'history.csv').open())]
+    assert [[float(o[k]) for k in ('samples','samples_per_sec','mfu','step_ms')] for o in rows]==[[48,4,.04,2000], [96,4,.04,2000]]
+    assert [learn.recorder.metric_names[4], *meter.table.frame.samples]==['samples','48','96'] and meter.metrics().attrgot('name')==['samples_per_sec','input_wait']
+    fit(learn, 1, cbs=meter)
+    assert meter.total['samples']==144 and len(meter.values)==1
+
+def test_operations_are_counted_on_shapes():
+    "Where the peak is known: once, without a run; a model that needs values has no MFU"
+    meter = ticking(peak_flops=1e6)
+    fit(mlp_learner().to_tpu(), 1, cbs=meter)
+    forward,inputs = 2*(8*16+16*3),2*16*3
+    assert (meter.flops,meter.flops_error)==(2*forward+inputs, None)
+    assert meter.values[0][6]==pytest.approx(48*meter.flops/(12*1e6))
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.l = nn.Linear(8, 3)
+        def forward(self, x):
+            if x.device.type=='meta': x.sum().item()
+            return self.l(x)
+    learn = mlp_learner(splitter=trainable_params)
+    learn.model = Odd()
+    fit(learn.to_tpu(), 1, cbs=meter)
+    assert meter.values[0][6] is None and 'meta' in meter.flops_error
+
+def test_nothing_is_read_run_or_compiled_for_it():
+    def cost(cbs):
+        learn,stats = mlp_learner().to_tpu(fetch_every=1e9),XLAStats()
+        xm.wait_device_ops()
+        before = xla_counts()
+        fit(learn, cbs=[stats, *cbs])
+        xm.wait_device_ops()
+        c = xla_counts()-before
+        return [(o.reads,o.compiles,o.nodes) for o in stats.steps], [c.reads, c.executions, c.uploads, c.nodes, c.upload_bytes]
+    cost([]) # compiles
+    assert cost([TPUMeter(show=False, peak_flops=1e12)])==cost([])
+
+def test_its_line(capsys):
+    learn = mlp_learner().to_tpu()
+    with learn.no_bar(): learn.fit(2, cbs=TPUMeter())
+    lines = [o for o in capsys.readouterr().out.splitlines() if 'samples/s' in o]
+    assert len(lines)==2 and re.fullmatch(r'\S+ samples/s; a step \S+ ms: device \S+, host \S+, waits for input \d+%; 48 samples in \S+ core hours; compiled for \S+ s, \d+ s left', lines[0])
+    assert 'left' not in lines[1] and 'samples/s' not in (fit(learn, 1, cbs=TPUMeter()), capsys.readouterr().out)[1]
+    with learn.no_logging(): learn.fit(1, cbs=[meter := TPUMeter(), Look()])
+    assert Look.seen and all(re.fullmatch(r'[\d.]* \| \S+ samples/s, waits \d+%', o) for o in Look.seen)
+
+class Look(Callback):
+    "The comments that the bar had"
+    order,seen = 200,[]
+    def after_batch(self):
+        if self.training: self.seen.append(self.progress.pbar.comment)
+
+child = dict(PYTHONPATH=f'{here}{os.pathsep}{here}/tests', CPU_NUM_DEVICES='2')
+
+class Killed(Exception): pass
+
+class Kill(Callback):
+    order = 1200
+    def __init__(self, at): self.at = at
+    def after_batch(self):
+        if self.training and self.train_iter==self.at: raise Killed('now')
+
+@pytest.mark.parametrize('at', [4,9])
+def test_goes_on_where_it_was_killed(tmp_path, at):
+    "In the first epoch, and in the second; the batches that are passed over cost nothing"
+    with pytest.raises(Killed): fit(mlp_learner().to_tpu(), cbs=[ticking(), TPUCheckpoint(tmp_path, every=1), Kill(at)])
+    learn = fit(mlp_learner().to_tpu(), cbs=[meter := ticking(), resume_from(tmp_path, every=1)])
+    assert sums(meter)[:4]==[12, 96, 24., 24.] and len(meter.values)==2 and learn.train_iter==12
+    assert meter.values[1][:3]==(4., 4., 2000.) and meter.span['steps']==(3 if at==9 else 6), 'an epoch counts from where it goes on'
+
+def test_lr_find_is_not_counted():
+    learn = mlp_learner(cbs=(meter := ticking())).to_tpu()
+    with learn.no_bar(): learn.lr_find(num_it=8, show_plot=False)
+    assert meter.total['steps']==0
+    fit(learn, 1)
+    assert meter.total['steps']==6
+
+class Slow(Callback):
+    "Spends 20 ms in an event of training or validation"
+    order = 1
+    def __init__(self, event, training=True): setattr(self, event, lambda: time.sleep(.02*(self.training==training)))
+
+class SlowItems(list):
+    "A batch of 8 takes 40 ms"
+    def __getitem__(self, i):
+        time.sleep(.005)
+        return super().__getitem__(i)
+
+def profiled(steps=(2,5), cbs=None, learn=None, **kwargs):
+    prof = StepProfiler(steps, trace=False, **kwargs)
+    fit(learn or mlp_learner().to_tpu(), cbs=[prof, *L(cbs)])
+    return prof
+
+@pytest.mark.parametrize('event,phase', [('before_batch','input'), ('after_pred','forward'), ('after_loss','loss'), ('before_backward','backward'),
+    ('before_step','step'), ('after_batch','sync')])
+def test_a_slow_phase_is_found(event, phase):
+    prof = profiled(cbs=Slow(event))
+    assert [3]+[k for k in prof.steps[0] if min(o[k][0] for o in prof.steps)>=.02]==[len(prof.steps), phase]
+    assert all(o[phase][1]<.02 for o in prof.steps), 'this thread slept'
+
+def test_slow_input_is_waited_for():
+    learn = mlp_learner()
+    learn.dls.train = TfmdDL(SlowItems(vectors(48)), bs=8, num_workers=0)
+    meter = TPUMeter(show=False)
+    prof = profiled(learn=learn.to_tpu(), cbs=meter)
+    assert sum(o['wait'][0] for o in prof.steps)>.5*prof.seconds['wall'] and meter.values[-1][5]>.5
+
+def test_validation_is_not_profiled():
+    prof = profiled((4,8), cbs=Slow('after_batch', training=False))
+    assert len(prof.steps)==4 and sum(v[0] for o in prof.steps for v in o.values())<=prof.seconds['wall']
+    assert profiled((4,8)).table[-1][0]=='a step' and prof.seconds['wall']-sum(v[0] for o in prof.steps for v in o.values())<.06, 'three batches of 20 ms'
+
+def test_the_trace_is_written_however_a_fit_ends(tmp_path):
+    learn = mlp_learner(path=tmp_path).to_tpu()
+    prof = StepProfiler((1,50), folder='found')
+    with pytest.raises(Killed): fit(learn, cbs=[prof, Kill(3)])
+    learn.remove_cbs([StepProfiler,Kill])
+    assert Path(prof.file).is_relative_to(tmp_path/'found') and b'fastai: forward' in Path(prof.file).read_bytes() and len(prof.steps)==1
+    fit(learn, cbs=(again := StepProfiler((0,2))))
+    assert len(again.steps)==2 and Path(again.file).is_relative_to(tmp_path/'profile')
+    with pytest.warns(UserWarning, match='the fit had 12 steps, and the first to look at is 90. Choose earlier `steps`'): fit(learn, cbs=StepProfiler((90,95)))
+    ax = again.plot()
+    assert len(ax.containers)==8 and [round(o.get_width(), 6) for o in ax.containers[2]]==[round(o['forward'][0]*1e3, 6) for o in again.steps]
+    plt.close('all')
+
+class TorchNorms(Callback):
+    "What `NormMeter` notes, by torch's own norm"
+    order = 9
+    def before_fit(self): self.seen = [],[],[]
+    def norms(self, f):
+        vs = [[f(p) for p in pl if f(p) is not None] for pl in self.opt.param_lists]
+        return [torch.nn.utils.get_total_norm(v).item() if v else 0. for v in (sum(vs, []), *vs)]
+    def before_step(self):
+        self.seen[0].append(self.norms(lambda p: p.grad))
+        self.seen[1].append(self.norms(lambda p: p.detach()))
+        self.old = {p: p.detach().clone() for pl in self.opt.param_lists for p in pl}
+    def after_step(self): self.seen[2].append(self.norms(lambda p: p.detach()-self.old[p]))
+
+def plain_net_learner(bs=8, **kwargs):
+    "The same batches whatever the seed, and no BatchNorm"
+    dls = DataLoaders(*[TfmdDL(vectors(n), bs=bs, num_workers=0) for n in (48,16)])
+    set_seed(4)
+    m = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    return Learner(dls, m, loss_func=CrossEntropyLossFlat(), splitter=lambda m: L(m[:1], m[2:]).map(params), path='.', **kwargs)
+
+def norms_of(learn, **kwargs):
+    fit(learn, cbs=[norms := NormMeter(), *L(kwargs.pop('cbs', None))], **kwargs)
+    return [norms.grads, norms.params, norms.updates]
+
+def torch_norms(cbs=None, **kwargs):
+    fit(plain_net_learner(**kwargs), cbs=[seen := TorchNorms(), *L(cbs)])
+    return [*seen.seen]
+
+@pytest.mark.parametrize('to', [noop, lambda o: o.to_tpu(), lambda o: o.to_tpu(fetch_every=0), lambda o: o.to_tpu(replay=True)], ids=['host','tpu','at_once','replay'])
+def test_norms_are_those_of_torch(to):
+    "Before they are clipped; a step of two batches has one; of what is frozen there is no gradient and no update"
+    from fastai.callback.training import GradientAccumulation, GradientClip
+    close(torch_norms(), norms_of(to(plain_net_learner())))
+    def cbs(): return [GradientAccumulation(16), GradientClip(.1)]
+    want = torch_norms(cbs())
+    close(want, norms_of(to(plain_net_learner()), cbs=cbs()))
+    assert [len(want[0]), len(want[0][0])]==[6,3] and min(o[0] for o in want[0])>.1
+    learn = plain_net_learner()
+    learn.freeze()
+    got = norms_of(to(learn))
+    assert all(o[1]==0<o[2]==o[0] for o in got[0]+got[2]) and got[1][0][1]>0
+
+def test_norms_come_with_the_losses():
+    def cost(cbs):
+        stats = XLAStats()
+        learn = fit(plain_net_learner(cbs=cbs).to_tpu(fetch_every=1e9), 3, cbs=stats)
+        return [(o.reads,o.compiles) for o in stats.steps[2:]],stats.train[-1].reads,stats.train[-1].uploads
+    got = cost([norms := NormMeter()])
+    assert got==cost([]) and set(got[0])=={(0,0)} and len(norms.grads)==18
+
+def test_on_replicas(tmp_path):
+    "Samples of all, seconds of one: as many core seconds as two cores take"
+    out = run_ok(f"""
+        from fastai_xla.all import use_virtual_cores
+        use_virtual_cores(2)
+        from test_meter import *
+        learns = [mlp_learner(bs=4, cbs=[ticking(), StepProfiler((1,3), folder="{tmp_path}")]) for _ in range(2)]
+        def f(rank):
+            meter = fit(learns[rank].to_tpu_distributed()).tpu_meter
+            prof = learns[rank].step_profiler
+            return *sums(meter)[:6],*meter.values[-1][:3],meter.n_here,len(prof.steps),bool(prof.file)
+        def norms(fsdp): return run_replicas(lambda rank: norms_of(plain[rank].to_tpu_distributed(fsdp=fsdp)), n=2)
+        want = torch_norms()
+        for fsdp in (False,True):
+            plain = [plain_net_learner(bs=4) for _ in range(2)]
+            for got in norms(fsdp): close([want[0], want[2]] if fsdp else want, [got[0], got[2]] if fsdp else got, rtol=1e-4)
+        print(run_replicas(f, n=2))""", **child)
+    assert out.splitlines()[-1]=='[(12, 96, 24.0, 48.0, 12.0, 9.0, 4.0, 2.0, 2000.0, 2, 2, True), (12, 96, 24.0, 48.0, 12.0, 9.0, 4.0, 2.0, 2000.0, 2, 2, False)]'
+
+def test_sharded():
+    out = run_ok("""
+        import torch
+        from fastai.test_utils import synth_learner
+        from fastai_xla.all import *
+        learn = synth_learner(model=torch.nn.Linear(1, 1)).to_tpu_sharded(fsdp=2)
+        from test_meter import *
+        os.environ['TPU_ACCELERATOR_TYPE'] = 'v5litepod-8' # what a machine says of itself; devices do not under SPMD
+        fit(learn, cbs=(meter := ticking()))
+        close(torch_norms(), norms_of(plain_net_learner().to_tpu_sharded(fsdp=2)), rtol=1e-4)
+        print(len(learn.dls.train), sums(meter)[:6], meter.values[-1][:2], meter.n_here, meter.peak, meter.flops)""", **child)
+    assert out.splitlines()[-1]=='10 [20, 320, 40.0, 80.0, 20.0, 30.0] (8.0, 4.0) 1 197000000000000.0 4.0', "a weight takes four operations a sample"
