@@ -209,7 +209,7 @@ def get_pool(
     "The pool that everything in this process shares"
     global _pool
     new = TPUPool(n_cores)
-    if not _pool or _pool.n_cores!=new.n_cores: _pool = new
+    if not _pool or (_pool.n_cores,_pool.n_procs)!=(new.n_cores,new.n_procs): _pool = new
     return _pool
 
 def current_pool():

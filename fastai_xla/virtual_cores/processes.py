@@ -8,15 +8,16 @@ Docs: https://fastai-xla.github.io/fastai_xla/virtual_cores.processes.html.md"""
 __all__ = ['use_virtual_cores']
 
 # %% ../../nbs/53_virtual_cores.processes.ipynb #imports
-import ast, os, socket, time
+import os, time
 from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
+from contextlib import contextmanager
 from functools import partial, reduce
 import torch, torch.distributed as dist
 from ..runtime.device import device_kind, n_processes, require_xla, runtime_started, torch_xla
 from ..runtime.args import check_bool, check_int
 from ..patches.registry import Loans
-from .barrier import ReplicaError, _Barrier, _by_step
+from .barrier import ReplicaError, _home, _Meeting
 from .collectives import lend_collectives, _lib, _Run, _read, _stand_ins, _step_marker, _sync_multi, _to
 from .replicas import _lend_spawn, _spawn_loans, _use_threads
 
@@ -40,76 +41,17 @@ def _open_store(place):
     host,port,name = place.split(':')
     return dist.PrefixStore(name, dist.TCPStore(host, int(port), is_master=False))
 
-# %% ../../nbs/53_virtual_cores.processes.ipynb #alive
-def _home(): return f'{socket.gethostname()} {os.getpid()}'
-
-def _is_dead(home):
-    "Has the process, of this machine, that wrote `home` ended?"
-    host,pid = home.split()
-    if host!=socket.gethostname(): return False
-    try:
-        with open(f'/proc/{pid}/stat') as f: return f.read().rpartition(')')[2].split()[0] in 'ZX'
-    except OSError: return True
-
-# %% ../../nbs/53_virtual_cores.processes.ipynb #meeting
-class _Meeting(_Barrier):
-    "Where the replicas of `n` processes, of which this one is `rank`, wait for each other"
-    patience,beat = 600.,.2 # seconds
-    def __init__(self, rank, n, store, homes=()):
-        super().__init__(n)
-        self.rank,self.store,self.homes,self.counts = rank,store,homes,{}
-
-    def meet(self, rank, step, group):
-        "As a barrier's, with peers in other processes"
-        i = self.counts[group] = self.counts.get(group, 0)+1
-        keys = {r: f'{group}/{i}/{r}' for r in group}
-        self.store.set(keys[rank], step)
-        try: self._wait(step, i, group, keys)
-        except BaseException:
-            self.store.delete_key(keys[rank])
-            raise
-        finally: self.open = {}
-        here = {r: o.decode() for r,o in zip(keys, self.store.multi_get([*keys.values()]))}
-        self.store.delete_key(f'{group}/{i-2}/{rank}') # whoever is at this meeting has left that one
-        if len({*here.values()})>1: raise ReplicaError(f'The replicas do not do the same. {_by_step(here)}')
-
-    def _wait(self, step, i, group, keys):
-        until,told = time.monotonic()+self.patience,None
-        while not self._all_there(keys):
-            before,told = told,self._look(step, i, group)
-            missing = {r for r,k in keys.items() if not self.store.check([k])}
-            if not missing: continue
-            self.open = {group: {r: step for r in keys if r not in missing}}
-            if told==before: self.open.update({(g,r): {r: s} for r,(s,_,g) in told.items() if r not in self.open[group]})
-            if e := self._in_vain(self.rank, step, missing): raise e
-            if time.monotonic()>until: raise self._late(step, sorted(missing), told)
-
-    def _all_there(self, keys):
-        "Have all come? Asks more and more seldom, for a beat; a store's own `wait` logs a warning each time"
-        until,pause = time.monotonic()+self.beat,1e-4
-        while not (there := self.store.check([*keys.values()])) and time.monotonic()<until:
-            time.sleep(pause := min(2*pause, .01))
-        return there
-
-    def _look(self, step, i, group):
-        "Tell that this rank waits; returns where all do that have told, and learns who has left"
-        self.store.set(f'at/{self.rank}', repr((step, i, group)))
-        read = lambda k: {r: self.store.get(f'{k}/{r}') for r in range(self.n) if self.store.check([f'{k}/{r}'])}
-        self.left.update({r: 'has died: its process is gone' for r,o in enumerate(self.homes) if r not in self.left and _is_dead(o)})
-        self.left.update({r: o.decode() for r,o in read('left').items()})
-        told = {r: ast.literal_eval(o.decode()) for r,o in read('at').items()}
-        return {r: o for r,o in told.items() if not all(self.store.check([f'{o[2]}/{o[1]}/{m}']) for m in o[2])}
-
-    def _late(self, step, missing, told):
-        told = {r: f'waits in {told[r][0]}' if r in told else 'does not wait for anybody' for r in missing}
-        return ReplicaError(f"Replica {self.rank} has waited {self.patience:g} s in {step}. {_by_step(told)}", missing[0] if len(missing)==1 else None)
-
-    def leave(self, rank, why):
-        "This process's rank, whatever `rank` says, will not come any more"
-        self.store.set(f'left/{self.rank}', why)
-        super().leave(self.rank, why)
-
 # %% ../../nbs/53_virtual_cores.processes.ipynb #peers
+@contextmanager
+def _quiet_output():
+    "What libraries write to the output of this process is dropped"
+    out,null = os.dup(1),os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    try: yield
+    finally:
+        os.dup2(out, 1)
+        for o in (out, null): os.close(o)
+
 class _Joined(_Run):
     "A run of replicas of which one is here"
     def __init__(self, peers, barrier):
@@ -145,7 +87,7 @@ class _Peers:
         if group not in self.channels:
             opts,store = dist.ProcessGroupGloo._Options(),dist.PrefixStore(f'gloo{group}', self.store)
             opts._devices,opts._timeout = [dist.ProcessGroupGloo.create_device(hostname='127.0.0.1')],timedelta(seconds=_Meeting.patience)
-            self.channels[group] = dist.ProcessGroupGloo(store, group.index(self.rank), len(group), opts)
+            with _quiet_output(): self.channels[group] = dist.ProcessGroupGloo(store, group.index(self.rank), len(group), opts)
         return self.channels[group]
 
     def exchange(self, x, group):
