@@ -8,6 +8,9 @@ from forks import flags
 os.environ['XLA_FLAGS'] = flags(os.environ.get('XLA_FLAGS', ''))
 
 import pytest
+from shape import take_shape
+
+take_shape()
 
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path, monkeypatch):

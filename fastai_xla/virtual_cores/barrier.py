@@ -77,10 +77,21 @@ def _is_dead(home):
         with open(f'/proc/{pid}/stat') as f: return f.read().rpartition(')')[2].split()[0] in 'ZX'
     except OSError: return True
 
+# %% ../../nbs/50_virtual_cores.barrier.ipynb #have-come
+def _have_come(
+    store, # Of torch.distributed
+    keys:list,
+    seconds:float # For which to wait
+):
+    "Are all of `keys` in the store?"
+    until,pause = time.monotonic()+seconds,1e-4
+    while not (there := store.check(keys)) and time.monotonic()<until: time.sleep(pause := min(2*pause, .01))
+    return there
+
 # %% ../../nbs/50_virtual_cores.barrier.ipynb #meeting
 class _Meeting(_Barrier):
     "Where the replicas of `n` processes, of which this one is `rank`, wait for each other"
-    patience,beat = 600.,.2 # seconds
+    patience,grace,beat = 600.,3.,.2 # seconds
     def __init__(self, rank, n, store, homes=()):
         super().__init__(n)
         self.rank,self.store,self.homes,self.counts,self.told = rank,store,homes,{},False # `homes`: of the processes, by rank
@@ -103,8 +114,8 @@ class _Meeting(_Barrier):
 
     def _wait(self, step, i, group, keys):
         until,told = time.monotonic()+self.patience,None
-        while not self._all_there(keys):
-            before,told = told,self._look(step, i, group)
+        while not _have_come(self.store, [*keys.values()], self.beat):
+            before,told = told,self._look(step, i, group, time.monotonic()>until-self.patience+self.grace)
             missing = {r for r,k in keys.items() if not self.store.check([k])}
             if not missing: continue
             self.open = {group: {r: step for r in keys if r not in missing}}
@@ -112,19 +123,12 @@ class _Meeting(_Barrier):
             if e := self._in_vain(self.rank, step, missing): raise e
             if time.monotonic()>until: raise self._late(step, sorted(missing), told)
 
-    def _all_there(self, keys):
-        "Have all come? Asks more and more seldom, for a beat; a store's own `wait` logs a warning each time"
-        until,pause = time.monotonic()+self.beat,1e-4
-        while not (there := self.store.check([*keys.values()])) and time.monotonic()<until:
-            time.sleep(pause := min(2*pause, .01))
-        return there
-
-    def _look(self, step, i, group):
+    def _look(self, step, i, group, long):
         "Tell that this rank waits; returns where all do that have told, and learns who has left"
         self.told = True
         self.store.set(f'at/{self.rank}', repr((step, i, group)))
         read = lambda k: {r: self.store.get(f'{k}/{r}') for r in range(self.n) if self.store.check([f'{k}/{r}'])}
-        self.left.update({r: 'has died: its process is gone' for r,o in enumerate(self.homes) if r not in self.left and _is_dead(o)})
+        self.left.update({r: 'has died: its process is gone' for r,o in enumerate(self.homes) if long and _is_dead(o)})
         self.left.update({r: o.decode() for r,o in read('left').items()})
         told = {r: ast.literal_eval(o.decode()) for r,o in read('at').items()}
         return {r: o for r,o in told.items() if not all(self.store.check([f'{o[2]}/{o[1]}/{m}']) for m in o[2])}
