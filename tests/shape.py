@@ -7,8 +7,15 @@ from functools import partial
 processes = os.environ.get('FASTAI_XLA_PROCESSES')=='1'
 
 def run_on_pool(fn, *args, n=None, **kwargs):
+    from fastai_xla.all import rng_state
     from fastai_xla.launch import get_pool
-    return get_pool(n or _n[0]).run(partial(fn, **kwargs) if kwargs else fn, *args)
+    return get_pool(n or _n[0]).run(_as_here, rng_state(), partial(fn, **kwargs), *args)
+
+def _as_here(rank, state, fn, *args):
+    "With the random state of the test's process"
+    from fastai_xla.all import set_rng_state
+    set_rng_state(state)
+    return fn(rank, *args)
 
 _n = [8]
 def use_processes(n=8, processes=True):
