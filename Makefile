@@ -5,12 +5,13 @@ OLDEST ?= .venv-oldest
 CANDIDATES := $(PYTHON) python3 python3.13 python3.12 python3.11 python3.10
 META := settings.ini setup.py pyproject.toml tools/install.sh
 BIN := $(VENV)/bin
-.PHONY: help demo test test-oldest bench compile-all nbs tutorials docs dist clean
+.PHONY: help demo test test-oldest test-processes bench compile-all nbs tutorials docs dist clean
 
 help:
 	@echo 'make demo          install into $(VENV) and train on handwritten digits (the main job)'
 	@echo 'make test          install into $(VENV) and run every test and notebook'
 	@echo 'make test-oldest   the same tests with the oldest supported versions, in $(OLDEST)'
+	@echo 'make test-processes  the suites of replicas with a process for each virtual core, as on a v5e-8'
 	@echo 'make bench         what the host does in a step, beside a hand-written torch_xla loop and others: table and bench.json'
 	@echo 'make compile-all   every family of programs through the compiler of a TPU, at full effort (no TPU needed): a table'
 	@echo 'make nbs           export modules from the notebooks, clean the notebooks, render README.md'
@@ -28,6 +29,10 @@ test: $(VENV)/.done-dev
 
 test-oldest: $(OLDEST)/.done-dev
 	@$(OLDEST)/bin/python tools/run_tests.py --jobs=$(or $(JOBS),2) $(FILES)
+
+PROCESS_FILES := $(addprefix tests/test_,$(addsuffix .py,launch pool distributed exact pickling checkpoint fsdp fsdp_pool))
+test-processes: $(VENV)/.done-dev
+	@FASTAI_XLA_PROCESSES=1 $(BIN)/python tools/run_tests.py --jobs=1 $(or $(FILES),$(PROCESS_FILES))
 
 bench: $(VENV)/.done-bench
 	@$(BIN)/python benchmarks/bench.py $(BENCH)

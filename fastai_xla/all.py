@@ -51,6 +51,7 @@ from .train.trainer import *
 from .virtual_cores.barrier import *
 from .virtual_cores.collectives import *
 from .virtual_cores.replicas import *
+from .virtual_cores.processes import *
 from .launch.carry import *
 from .launch.wire import *
 from .launch.replica import *

@@ -10,6 +10,9 @@ os.environ['XLA_FLAGS'] = flags(os.environ.get('XLA_FLAGS', ''))
 warm_pools()
 
 import pytest
+from shape import take_shape
+
+take_shape()
 
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ from textwrap import dedent
 from forks import Forked
 
 repo = Path(__file__).parent.parent
-late = {'XLA_FLAGS','CPU_NUM_DEVICES','PJRT_DEVICE','MASTER_PORT','MPLBACKEND','PYTHONPATH'} # what a fork can still be given
+late = {'XLA_FLAGS','CPU_NUM_DEVICES','CPU_NUM_PROCESSES','PJRT_DEVICE','MASTER_PORT','MPLBACKEND','PYTHONPATH'} # what a fork can still be given
 
 def run(*args, timeout=900, cwd=None, cold=None, **env):
     """Run `python *args` with `env` added to the environment (None removes a variable); returns the CompletedProcess, output as text.

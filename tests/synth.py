@@ -5,12 +5,13 @@ import matplotlib; matplotlib.use('Agg')
 import gc, multiprocessing, threading, zipfile
 from collections.abc import Mapping
 from fastai.vision.all import *
+from shape import processes
 from fastai_xla.all import *
 from fastai_xla.runtime import xla_device
 
 for _nm in [o for o in dir() if o.startswith('test')]: del globals()[_nm]   # fastcore's own would be collected as tests
 
-DEVICE = xla_device()   # a CPU backward before the device is first used would break the XLA backward of this process
+DEVICE = torch.device('xla:0') if processes else xla_device()   # a CPU backward before the device is first used would break the XLA backward of this process
 
 # ---- data and Learners
 

@@ -8,6 +8,7 @@ from fastai_xla.launch.wire import Failed
 from fastai_xla.runtime import world_size
 from forks import of_pools
 from fresh import repo, run
+from shape import processes
 
 @pytest.fixture(scope='module')
 def pool():
@@ -61,10 +62,13 @@ def test_modules_of_the_users_path(pool, tmp_path, monkeypatch):
     assert pool.run(f) == [(f'{tmp_path}/mine.py', r) for r in range(2)]
 
 def test_cores_of_the_environment(monkeypatch):
+    monkeypatch.delenv('CPU_NUM_PROCESSES', raising=False)
     monkeypatch.setenv('CPU_NUM_DEVICES', '3')
     assert TPUPool().n_cores == 3
     monkeypatch.delenv('CPU_NUM_DEVICES')
     assert TPUPool().n_cores == 8
+    monkeypatch.setenv('CPU_NUM_PROCESSES', '4')
+    assert TPUPool().n_cores == TPUPool().n_procs == 4 and TPUPool(1).n_procs == 1
 
 # ---- what is refused
 
@@ -135,7 +139,7 @@ def launch_with_a_child():
 @pytest.mark.parametrize('how,text,cause,rank', [
     (launch_with_a_child, '(?s)Rank 1 failed.*in launch_with_a_child.*RuntimeError: This is a replica already', RuntimeError, 1),
     (lambda: sys.exit(0), 'SystemExit: 0', SystemExit, 1),
-    (lambda: os.kill(os.getpid(), signal.SIGKILL), 'The process of ranks 0, 1 was killed by SIGKILL', type(None), None)], ids='launch exit kill'.split())
+    (lambda: os.kill(os.getpid(), signal.SIGKILL), f'The process of {"rank 1" if processes else "ranks 0, 1"} was killed by SIGKILL', type(None), 1 if processes else None)], ids='launch exit kill'.split())
 def test_failures(pool, how, text, cause, rank):
     pool.run(grad)
     assert of_pools()

@@ -16,10 +16,14 @@ case = groups.case
 
 # In the processes
 
+def use_virtual_cores(n):
+    from fastai_xla.virtual_cores import use_virtual_cores
+    use_virtual_cores(n)
+
 def lib():
     "The modules that a case needs, with 8 virtual cores"
     from fastai_xla.virtual_cores import replicas as vc
-    vc.use_virtual_cores(8)
+    use_virtual_cores(8)
     return vc,vc.xm,vc.xr,vc.torch_xla
 
 def each(f):
@@ -45,7 +49,7 @@ def nothing_but_while_replicas_run():
         return {**own, 'fork': os.fork, 'world': torch.distributed.distributed_c10d._world, 'reduce': torch.ops._c10d_functional.all_reduce}
     def changed(a, b): return [k for k in {**a, **b} if a.get(k) is not b.get(k)]
     before,patches = seen(),list(patches_in_force())
-    vc.use_virtual_cores(8)
+    use_virtual_cores(8)
     spawn = 'torch_xla._internal.pjrt','_SpawnFn'
     assert changed(before, seen())==[spawn] and pjrt._SpawnFn is vc._SpawnFn
     during = vc.run_replicas(lambda r: changed(before, seen()))[0]
@@ -56,7 +60,7 @@ def nothing_but_while_replicas_run():
     assert before.keys()==after.keys() and changed(before, after)==[spawn]
     vc._spawn_loans.give_back()
     assert changed(before, seen())==[]
-    vc.use_virtual_cores(8)
+    use_virtual_cores(8)
     vc._lend_spawn()
     assert list(patches_in_force())==patches
 
@@ -102,7 +106,7 @@ def started_without_the_settings():
     vc,*_ = lib()
     vc.xla_device()
     del os.environ['PJRT_CPU_ASYNC_CLIENT']
-    for f in (lambda: vc.use_virtual_cores(8), lambda: vc.run_replicas(print)):
+    for f in (lambda: use_virtual_cores(8), lambda: vc.run_replicas(print)):
         with pytest.raises(RuntimeError, match='already started with 8 devices without the settings that let them wait for each other'): f()
     os.environ['PJRT_CPU_ASYNC_CLIENT'] = '0'
 
@@ -294,7 +298,7 @@ def fit(model, xs, ys, opt_func, after=lambda: None):
 
 def lib2():
     from fastai_xla.virtual_cores import replicas as vc
-    vc.use_virtual_cores(2)
+    use_virtual_cores(2)
     return vc,vc.xm,vc.xr,vc.torch_xla
 
 def one_process(opt_func):

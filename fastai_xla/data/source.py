@@ -9,15 +9,16 @@ __all__ = ['is_torch', 'is_stream', 'is_stateful', 'in_samples', 'copy_dl', 'ord
            'begin_epoch', 'start_iter', 'end_iter', 'note_types']
 
 # %% ../../nbs/24_data.source.ipynb #imports
-import itertools
+import itertools, warnings
 from copy import copy
 from functools import partial
 import numpy as np, torch
 from fastai.basics import DataLoader, TfmdDL
 from fastai.data.load import _loaders
 from fastai.torch_basics import explode_types
-from fastcore.all import chunked, is_listy, noop
+from fastcore.all import chunked, is_listy, noop, num_cpus
 from torch.utils.data import get_worker_info, IterableDataset
+from ..runtime.device import runtime_started, xr
 from ..runtime.ranks import rank
 from ..runtime.signals import heed_parent, signals_held
 from ..patches.registry import Loans
@@ -80,6 +81,20 @@ def set_order_state(
     dl.items.idxs[:] = texts
     dl.make_chunks()
 
+# %% ../../nbs/24_data.source.ipynb #n-workers
+_capped = False
+
+def _n_workers(n):
+    "As many of `n` workers as are this process's part of the machine's processors, at least one"
+    global _capped
+    procs,cpus = xr.local_process_count() if runtime_started() else 1,num_cpus()
+    most = max(1, cpus//procs)
+    if procs==1 or n<=most: return n
+    if rank()==0 and not _capped:
+        warnings.warn(f'{procs} processes share the {cpus} processors of this machine: their loaders have {most} workers each, not {n}')
+    _capped = True
+    return most
+
 # %% ../../nbs/24_data.source.ipynb #start
 def begin_epoch(
     dl, # A loader of any kind
@@ -100,6 +115,7 @@ def start_iter(
     if bs: dl.chunkify = partial(chunked, chunk_sz=bs, drop_last=False)
     if dl.fake_l.num_workers:
         dl = copy_dl(dl)
+        dl.fake_l.num_workers = _n_workers(dl.fake_l.num_workers)
         dl.create_batches = partial(_seeded, dl.create_batches, rank())
     with signals_held(): return _loaders[dl.fake_l.num_workers==0](dl.fake_l)
 
@@ -124,7 +140,7 @@ def _start_worker(init, i):
 
 def _torch_dl(dl, batches):
     "torch's `dl` with other batches"
-    return torch.utils.data.DataLoader(dl.dataset, batch_sampler=batches, num_workers=dl.num_workers, collate_fn=dl.collate_fn, timeout=dl.timeout,
+    return torch.utils.data.DataLoader(dl.dataset, batch_sampler=batches, num_workers=_n_workers(dl.num_workers), collate_fn=dl.collate_fn, timeout=dl.timeout,
         worker_init_fn=dl.worker_init_fn, multiprocessing_context=dl.multiprocessing_context)
 
 # %% ../../nbs/24_data.source.ipynb #end

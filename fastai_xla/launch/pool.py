@@ -16,6 +16,7 @@ from ..runtime.ranks import world_size
 from ..runtime.signals import first_signal
 from ..runtime.args import check_bool, check_callable, check_int
 from ..virtual_cores.replicas import virtual_env
+from ..virtual_cores.processes import place_to_meet, process_env
 from .carry import loads
 from .wire import Failed, Hello, Idle, LaunchError, LaunchInterrupt, Left, Posted, Printed, Result
 from .replica import this_process
@@ -30,8 +31,8 @@ def _layout(
     check_int('n_cores', n, at_least=1, none=True)
     kind,have = device_kind(),n_cores_here()
     if kind=='CPU':
-        n = int(os.environ.get('CPU_NUM_DEVICES', 8)) if n is None else n
-        return n, 1, virtual_env(n)
+        n = n or (have if {'CPU_NUM_DEVICES','CPU_NUM_PROCESSES'} & {*os.environ} else 8)
+        return (n, n, process_env(n)) if n>1 and n_processes()>1 else (n, 1, virtual_env(n))
     if kind!='TPU' or not have:
         raise ValueError(f"PJRT_DEVICE={kind}, but no TPU chip was found: set PJRT_DEVICE=CPU for virtual cores, and restart Python")
     n = have if n is None else n
@@ -151,7 +152,8 @@ class PoolRunner:
         if self.is_open: return
         _take_cores(self)
         self._crew = Crew(self._start)
-        self._crew.start(self.n_procs, self.n_cores, self._env)
+        place = place_to_meet() if self.n_procs>1 and device_kind()=='CPU' else {}
+        self._crew.start(self.n_procs, self.n_cores, {**self._env, **place})
         self._crew.check_in(_collect(self._crew, Hello, self.n_procs, TwoPhaseStop(signals)), self.n_cores)
         if not _setups: return
         run,_ = pack_run(_call_setup, tuple(_setups.values()), self._run_id+1)
@@ -207,7 +209,7 @@ def get_pool(
     "The pool that everything in this process shares"
     global _pool
     new = TPUPool(n_cores)
-    if not _pool or _pool.n_cores!=new.n_cores: _pool = new
+    if not _pool or (_pool.n_cores,_pool.n_procs)!=(new.n_cores,new.n_procs): _pool = new
     return _pool
 
 def current_pool():

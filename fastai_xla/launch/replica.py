@@ -15,6 +15,7 @@ from ..runtime.device import device_kind, start_error, torch_xla, xla_device, xm
 from ..runtime.users import apply_settings, of_fastcore, users_modules
 from ..patches.registry import Loans
 from ..virtual_cores.replicas import lend_fork, run_on_devices
+from ..virtual_cores.processes import take_part
 from .carry import arrival, Arrival, dumps, loads
 from .wire import Asked, Failed, Hello, Hold, Idle, Left, Posted, Printed, Result, StopAt, unpicklable_error
 
@@ -188,7 +189,8 @@ def _listen(p, parent):
 def _start_replicas(i, n_procs, n):
     "Start the runtime; returns a function that runs a function on each replica of this process"
     from torch_xla._internal import pjrt
-    if device_kind()=='TPU': lend_fork(_process.loans)
+    if device_kind()=='TPU' or n_procs>1: lend_fork(_process.loans)
+    if device_kind()=='CPU' and n_procs>1: take_part(i, n_procs)
     try: pjrt.initialize_singleprocess() if n==1 else pjrt.initialize_multiprocess(i, n_procs)
     except Exception as e: raise start_error(e) from e
     xla_device()

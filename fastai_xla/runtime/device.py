@@ -6,7 +6,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/runtime.device.html.md"""
 
 # %% auto #0
 __all__ = ['torch_xla', 'xm', 'xr', 'met', 'dist_version', 'XLANotInstalled', 'XLAVersionMismatch', 'xla_available',
-           'require_xla', 'device_kind', 'make_programs_for', 'program_kind', 'n_cores', 'n_processes',
+           'require_xla', 'device_kind', 'make_programs_for', 'program_kind', 'n_processes', 'n_cores',
            'runtime_started', 'mend_env', 'start_error', 'xla_device', 'use_compile_cache', 'in_notebook']
 
 # %% ../../nbs/00_runtime.device.ipynb #imports
@@ -118,17 +118,18 @@ def program_kind():
     "Kind of device for which programs are traced"
     return _program_kind or device_kind()
 
+# %% ../../nbs/00_runtime.device.ipynb #n-processes
+def n_processes():
+    "Number of processes that it takes to use all cores of this machine"
+    kind = device_kind()
+    return _tpu.num_local_processes() if kind=='TPU' else int(os.environ.get('CPU_NUM_PROCESSES', 1)) if kind=='CPU' else 1
+
 # %% ../../nbs/00_runtime.device.ipynb #n-cores
 def n_cores():
     "Number of XLA devices on this machine; 0 without torch_xla"
     kind = device_kind()
     if kind=='TPU': return _tpu.num_available_chips() and _tpu.num_available_devices()
-    return int(os.environ.get('CPU_NUM_DEVICES', 1)) if kind=='CPU' else 0
-
-# %% ../../nbs/00_runtime.device.ipynb #n-processes
-def n_processes():
-    "Number of processes that it takes to use all cores of this machine"
-    return _tpu.num_local_processes() if device_kind()=='TPU' else 1
+    return int(os.environ.get('CPU_NUM_DEVICES', 1))*n_processes() if kind=='CPU' else 0
 
 # %% ../../nbs/00_runtime.device.ipynb #runtime-started
 def runtime_started():

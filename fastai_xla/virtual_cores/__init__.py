@@ -2,3 +2,4 @@
 from .barrier import *
 from .collectives import *
 from .replicas import *
+from .processes import *

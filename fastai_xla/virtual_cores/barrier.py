@@ -8,7 +8,8 @@ Docs: https://fastai-xla.github.io/fastai_xla/virtual_cores.barrier.html.md"""
 __all__ = ['ReplicaError']
 
 # %% ../../nbs/50_virtual_cores.barrier.ipynb #imports
-import threading
+import ast, os, socket, threading, time
+import torch.distributed as dist
 
 # %% ../../nbs/50_virtual_cores.barrier.ipynb #replica-error
 class ReplicaError(RuntimeError):
@@ -64,3 +65,79 @@ class _Barrier:
         with self.cv:
             self.left[rank] = why
             self.cv.notify_all()
+
+# %% ../../nbs/50_virtual_cores.barrier.ipynb #alive
+def _home(): return f'{socket.gethostname()} {os.getpid()}'
+
+def _is_dead(home):
+    "Has the process, of this machine, that wrote `home` ended?"
+    host,pid = home.split()
+    if host!=socket.gethostname(): return False
+    try:
+        with open(f'/proc/{pid}/stat') as f: return f.read().rpartition(')')[2].split()[0] in 'ZX'
+    except OSError: return True
+
+# %% ../../nbs/50_virtual_cores.barrier.ipynb #have-come
+def _have_come(
+    store, # Of torch.distributed
+    keys:list,
+    seconds:float # For which to wait
+):
+    "Are all of `keys` in the store?"
+    until,pause = time.monotonic()+seconds,1e-4
+    while not (there := store.check(keys)) and time.monotonic()<until: time.sleep(pause := min(2*pause, .01))
+    return there
+
+# %% ../../nbs/50_virtual_cores.barrier.ipynb #meeting
+class _Meeting(_Barrier):
+    "Where the replicas of `n` processes, of which this one is `rank`, wait for each other"
+    patience,grace,beat = 600.,3.,.2 # seconds
+    def __init__(self, rank, n, store, homes=()):
+        super().__init__(n)
+        self.rank,self.store,self.homes,self.counts,self.told = rank,store,homes,{},False # `homes`: of the processes, by rank
+
+    def meet(self, rank, step, group):
+        "As a barrier's, with peers in other processes"
+        i = self.counts[group] = self.counts.get(group, 0)+1
+        keys = {r: f'{group}/{i}/{r}' for r in group}
+        self.store.set(keys[rank], step)
+        try: self._wait(step, i, group, keys)
+        except BaseException:
+            self.store.delete_key(keys[rank])
+            raise
+        finally: self.open = {}
+        if self.told: self.store.delete_key(f'at/{rank}') # where it was once would look like waiting
+        self.told = False
+        here = {r: o.decode() for r,o in zip(keys, self.store.multi_get([*keys.values()]))}
+        self.store.delete_key(f'{group}/{i-2}/{rank}') # whoever is at this meeting has left that one
+        if len({*here.values()})>1: raise ReplicaError(f'The replicas do not do the same. {_by_step(here)}')
+
+    def _wait(self, step, i, group, keys):
+        until,told = time.monotonic()+self.patience,None
+        while not _have_come(self.store, [*keys.values()], self.beat):
+            before,told = told,self._look(step, i, group, time.monotonic()>until-self.patience+self.grace)
+            missing = {r for r,k in keys.items() if not self.store.check([k])}
+            if not missing: continue
+            self.open = {group: {r: step for r in keys if r not in missing}}
+            if told==before: self.open.update({(g,r): {r: s} for r,(s,_,g) in told.items() if r not in self.open[group]})
+            if e := self._in_vain(self.rank, step, missing): raise e
+            if time.monotonic()>until: raise self._late(step, sorted(missing), told)
+
+    def _look(self, step, i, group, long):
+        "Tell that this rank waits; returns where all do that have told, and learns who has left"
+        self.told = True
+        self.store.set(f'at/{self.rank}', repr((step, i, group)))
+        read = lambda k: {r: self.store.get(f'{k}/{r}') for r in range(self.n) if self.store.check([f'{k}/{r}'])}
+        self.left.update({r: 'has died: its process is gone' for r,o in enumerate(self.homes) if long and _is_dead(o)})
+        self.left.update({r: o.decode() for r,o in read('left').items()})
+        told = {r: ast.literal_eval(o.decode()) for r,o in read('at').items()}
+        return {r: o for r,o in told.items() if not all(self.store.check([f'{o[2]}/{o[1]}/{m}']) for m in o[2])}
+
+    def _late(self, step, missing, told):
+        told = {r: f'waits in {told[r][0]}' if r in told else 'does not wait for anybody' for r in missing}
+        return ReplicaError(f"Replica {self.rank} has waited {self.patience:g} s in {step}. {_by_step(told)}", missing[0] if len(missing)==1 else None)
+
+    def leave(self, rank, why):
+        "This process's rank, whatever `rank` says, will not come any more"
+        self.store.set(f'left/{self.rank}', why)
+        super().leave(self.rank, why)

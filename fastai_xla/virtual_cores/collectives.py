@@ -22,7 +22,7 @@ class _Replica:
 
 class _Run:
     "Replicas that run together, and what is lent for the time; the one of this process is `now`"
-    now = None
+    now = peers = None # `peers`: of this process, where each replica has a process of its own
     def __init__(self, n):
         self.n,self.barrier,self.loans,self.compiling = n,_Barrier(n),Loans(),threading.RLock()
         self.replicas = [_Replica(i) for i in range(n)]
@@ -60,10 +60,11 @@ def _stands_for(
     return _inner
 
 def lend_collectives(
-    loans:Loans # Of the run
+    loans:Loans, # Of the run
+    table:list|None=None # (owner, name, function); None: all of this room
 ):
-    "Have the functions of this room stand for torch_xla's until `loans` are given back"
-    for owner,name,f in _stand_ins:
+    "Have the functions of `table` stand for torch_xla's until `loans` are given back"
+    for owner,name,f in table or _stand_ins:
         old = getattr(owner(), name)
         loans.put(owner(), name, wraps(old)(_after(f, old)))
 
