@@ -94,7 +94,7 @@ def _as_replica(rank, packed, options, folder, phase):
 def _trace(job, packed, folder, phase):
     "Trace a step; this process is ended from outside"
     if job.form=='distributed': return run_replicas(_as_replica, packed, job.options, folder, phase, n=job.n)
-    if job.form=='sharded': os.environ['CPU_NUM_DEVICES'] = str(job.n)
+    if job.form=='sharded': os.environ.update(CPU_NUM_DEVICES=str(job.n), CPU_NUM_PROCESSES='1')
     learn = loads(packed)
     getattr(learn, f'to_{"tpu" if job.form=="tpu" else "tpu_sharded"}')(**job.options)
     learn.add_cb(StepNoter(folder))

@@ -46,7 +46,7 @@ def start_spmd(
     n:int, # Number of devices, where it can be chosen
 ):
     "One program for the `n` devices of this process from now on"
-    if not runtime_started() and device_kind()=='CPU': os.environ.update(PJRT_DEVICE='CPU', CPU_NUM_DEVICES=str(n))
+    if not runtime_started() and device_kind()=='CPU': os.environ.update(PJRT_DEVICE='CPU', CPU_NUM_DEVICES=str(n), CPU_NUM_PROCESSES='1')
     if not xr.is_spmd(): xr.use_spmd()
     read_spread_in_pieces()
 
