@@ -111,7 +111,23 @@ def test_strict():
     "Neither reads nor compiles, so nothing is raised"
     learn = learner().to_tpu(replay=True, strict=True)
     with learn.no_bar(),learn.no_logging(): learn.fit(2, 1e-2)
-    assert learn.replay.n_replayed>=8 and learn.replay.why is None, learn.replay
+    eq((learn.replay.n_replayed, learn.replay.n_traced, learn.replay.why), (17,3,None))
+
+class Counts:
+    "A loss that counts its calls"
+    n = 0
+    def __call__(self, pred, y):
+        self.n += 1
+        return F.cross_entropy(pred, y)
+
+def test_what_was_in_the_way_may_be_gone():
+    learn = learner(loss_func=Counts()).to_tpu(replay=True)
+    with learn.no_bar(),learn.no_logging():
+        learn.fit(1, 1e-2)
+        assert learn.replay.n_replayed==0 and 'a step changes the loss function.n' in repr(learn.replay)
+        learn.loss_func = CrossEntropyLossFlat()
+        learn.fit(1, 1e-2)
+    eq((learn.replay.n_replayed, learn.replay.why), (8,None))
 
 def test_with_a_checkpoint_steps_are_traced(tmp_path):
     learn = both(lambda: learner(cbs=TPUCheckpoint(tempfile.mkdtemp(dir=tmp_path), every=3)))

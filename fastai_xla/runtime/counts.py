@@ -6,7 +6,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/runtime.counts.html.md"""
 
 # %% auto #0
 __all__ = ['XLACounts', 'fallbacks', 'xla_counts', 'n_reads', 'n_runs', 'n_compiles', 'compile_seconds', 'run_seconds',
-           'will_read', 'on_read', 'own_reads']
+           'will_read', 'on_read', 'hears_reads', 'own_reads']
 
 # %% ../../nbs/02_runtime.counts.ipynb #imports
 import threading, time
@@ -93,6 +93,10 @@ def on_read(
     old,_here.listener = getattr(_here, 'listener', None),f
     try: yield
     finally: _here.listener = old
+
+def hears_reads():
+    "Does anybody listen to the reads of this thread?"
+    return getattr(_here, 'listener', None) is not None
 
 def own_reads():
     "A context in which reads are the package's own"
