@@ -195,7 +195,7 @@ class StepReplay(StepTracing):
     ):
         "Lend `learn` steps that are run again, unless something stands against it"
         self.ran,self.waiting = False,waiting
-        if not learn.epoch: self.odd = None # what was in the way of the last fit may be gone
+        if not getattr(learn, 'epoch', 0): self.odd = None # what was in the way of the last fit may be gone
         self.why = (self.odd or step_code(learn)) if self.on else '`replay=True` was not asked for'
         if self.why: return
         self.capture,self.parts = StepCapture(device),ReplayParts(learn, waiting)
