@@ -41,7 +41,7 @@ compile-all: $(VENV)/.done-dev
 	@$(BIN)/python benchmarks/compile_all.py $(FAMILIES)
 
 nbs: $(VENV)/.done-dev
-	@$(BIN)/nbdev-export && $(BIN)/nbdev-clean && $(BIN)/python tools/readme.py
+	@$(BIN)/nbdev-export && $(BIN)/python tools/messages.py && $(BIN)/nbdev-clean && $(BIN)/python tools/readme.py
 
 tutorials: $(VENV)/.done-dev
 	@$(BIN)/python tools/tutorials.py && $(BIN)/nbdev-clean

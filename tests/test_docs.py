@@ -9,7 +9,7 @@ import pytest
 root = Path(__file__).parent.parent
 nbs = root/'nbs'
 sys.path.insert(0, str(root/'tools'))
-import docs
+import docs, messages
 
 class Reader(HTMLParser):
     "Text, ids and links of a page"
@@ -100,3 +100,21 @@ def test_what_is_shown_of_other_cells(tmp_path):
     def cell(src): return dict(id='c', source=[src], outputs=[dict(data={'text/plain': ['6']})])
     assert docs.example(cell('#| echo: true\n2*3'), tmp_path/'p.md') == ['```python\n2*3\n```', '```text\n6\n```']
     for o in ('#| hide\n2*3', '#| default_exp train.a', '#| hide\nimport nbdev; nbdev.nbdev_export()'): assert docs.example(cell(o), tmp_path/'p.md') == []
+
+ROOM = """
+def _why(n): return f'It is {n} of what it must not be: choose another' if n else 'It is nothing at all, where there must be something'
+def f(x, more=''):
+    if x: raise ValueError(_why(x))
+    warnings.warn(f'What {x} says is left out, for want of room. '
+        "Write it elsewhere")
+    print(KeyError('short'), StopIteration('no error of ours, and long enough to be one'))
+"""
+
+def test_every_message_is_on_the_page_of_troubles(tmp_path):
+    "Those that the code has now, and no others"
+    (tmp_path/'room.py').write_text(ROOM)
+    assert messages.messages(tmp_path/'room.py') == [('It is nothing at all, where there must be something','ValueError'), ('It is … of what it must not be: choose another','ValueError'),
+        ('What … says is left out, for want of room. Write it elsewhere','warning')]
+    stored = {o['id']: ''.join(o['source']) for o in docs.load(messages.page) if o['id'].startswith('messages-')}
+    assert stored==messages.cells(), 'run `make nbs`'
+    assert len(stored)>10 and sum(o.count('\n| ') for o in stored.values())>140

@@ -199,7 +199,8 @@ def test_ctrl_c_ends_what_does_not_stop(pool, monkeypatch, ask, times, grace):
     with pytest.raises(LaunchInterrupt) as e: pool.run(busy, ask, on_message=lambda *_: [interrupt() for _ in range(times)])
     assert e.value.results is None and not pool.is_open and time.time()-start < 3 and gone(old, 1)
 
-def test_ctrl_c_while_opening(pool):
+def test_ctrl_c_while_opening(pool, monkeypatch):
+    monkeypatch.delenv('FORKS', raising=False) # which would open it at once
     threading.Timer(.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(LaunchInterrupt): pool.run(pid)
     assert not pool.is_open and gone(pids(pool), 1)
