@@ -89,7 +89,7 @@ def learner(work, n, cbs, bs=BS):
 def ticker(tick):
     from fastai.basics import Callback
     class Tick(Callback):
-        order = 2000
+        order,replayable = 2000,True # it counts, and changes nothing
         def after_batch(self):
             if self.training: tick()
     return Tick()
