@@ -6,7 +6,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/runtime.counts.html.md"""
 
 # %% auto #0
 __all__ = ['XLACounts', 'fallbacks', 'xla_counts', 'n_reads', 'n_runs', 'n_compiles', 'compile_seconds', 'run_seconds',
-           'will_read', 'on_read', 'hears_reads', 'own_reads']
+           'will_read', 'on_read', 'own_reads', 'reads_are_own']
 
 # %% ../../nbs/02_runtime.counts.ipynb #imports
 import threading, time
@@ -94,10 +94,14 @@ def on_read(
     try: yield
     finally: _here.listener = old
 
-def hears_reads():
-    "Does anybody listen to the reads of this thread?"
-    return getattr(_here, 'listener', None) is not None
-
+@contextmanager
 def own_reads():
     "A context in which reads are the package's own"
-    return on_read(None)
+    was,_here.own = reads_are_own(),True
+    try:
+        with on_read(None): yield
+    finally: _here.own = was
+
+def reads_are_own():
+    "Are reads of this thread the package's own?"
+    return getattr(_here, 'own', False)

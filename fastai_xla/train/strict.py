@@ -14,7 +14,7 @@ from collections import Counter
 import torch
 from fastai.basics import GatherPredsCallback, Learner, TrainEvalCallback
 from torch.overrides import TorchFunctionMode
-from ..runtime.counts import fallbacks, hears_reads, n_reads, on_read, n_compiles, xla_counts
+from ..runtime.counts import fallbacks, n_reads, on_read, n_compiles, reads_are_own, xla_counts
 from ..runtime.transfer import on_xla, tensors_of
 from ..runtime.args import check_int
 
@@ -71,7 +71,7 @@ class _Watcher(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         n,kwargs = n_reads(),kwargs or {}
         res = self._backward(*args, **kwargs) if func is torch.Tensor.backward else func(*args, **kwargs)
-        if n_reads()>n and hears_reads(): self.on_read(_name(func))
+        if n_reads()>n and not reads_are_own(): self.on_read(_name(func))
         if _name(func) not in ('__get__','__set__') and _is_traced((args, kwargs, res)): self._note(func, args, kwargs)
         return res
 
