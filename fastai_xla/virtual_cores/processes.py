@@ -8,7 +8,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/virtual_cores.processes.html.md"""
 __all__ = ['use_virtual_cores']
 
 # %% ../../nbs/53_virtual_cores.processes.ipynb #imports
-import os, time
+import os
 from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ import torch, torch.distributed as dist
 from ..runtime.device import device_kind, n_processes, require_xla, runtime_started, torch_xla
 from ..runtime.args import check_bool, check_int
 from ..patches.registry import Loans
-from .barrier import ReplicaError, _home, _Meeting
+from .barrier import ReplicaError, _have_come, _home, _Meeting
 from .collectives import lend_collectives, _lib, _Run, _read, _stand_ins, _step_marker, _sync_multi, _to
 from .replicas import _lend_spawn, _spawn_loans, _use_threads
 
@@ -68,11 +68,9 @@ class _Peers:
         "Return when all are there, so that no process can be done, and become another rank, before the last one has begun"
         keys = [f'home/{r}' for r in range(self.n)]
         self.store.set(keys[self.rank], _home())
-        until = time.monotonic()+seconds
-        while missing := [r for r,k in enumerate(keys) if not self.store.check([k])]:
-            if time.monotonic()>until:
-                raise ReplicaError(f'{len(missing)} of {self.n} processes have not started within {seconds:g} s, of the ranks {missing}')
-            time.sleep(.02)
+        if not _have_come(self.store, keys, seconds):
+            missing = [r for r,k in enumerate(keys) if not self.store.check([k])]
+            raise ReplicaError(f'{len(missing)} of {self.n} processes have not started within {seconds:g} s, of the ranks {missing}')
         self.homes = [o.decode() for o in self.store.multi_get(keys)]
 
     def new_run(self):
