@@ -8,10 +8,9 @@ Docs: https://fastai-xla.github.io/fastai_xla/launch.watchdog.html.md"""
 __all__ = ['tell_where', 'Watchdog']
 
 # %% ../../nbs/59_launch.watchdog.ipynb #imports
-import os, sys, threading, time, traceback
+import linecache, os, sys, threading, time, traceback
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import takewhile
 from ..runtime.counts import xla_counts
 from ..virtual_cores.replicas import replicas_waiting
 from .wire import LaunchError, Result
@@ -23,7 +22,7 @@ class Report:
     "Where one replica is"
     where:str # As it says itself: see `tell_where`
     waits:tuple|None # The collective that it waits in, and the ranks that it waits for, where that is known
-    stack:list # Of its thread
+    stack:list # Of its thread, where the device has done nothing since the last beat
 
 @dataclass(frozen=True)
 class Beat:
@@ -38,10 +37,10 @@ class _Place:
     "A replica that is watched"
     def __init__(self): self.thread,self.where = threading.get_ident(),None
 
-    def report(self, waits, frame):
+    def report(self, waits, trail):
         said = ''
         with suppress(Exception): said = self.where()
-        return Report(said, waits, _stack(frame))
+        return Report(said, waits, [(c.co_filename, line, c.co_name, linecache.getline(c.co_filename, line).strip()) for c,line,*_ in trail])
 
 def tell_where(
     f, # Called from another thread; returns words such as 'epoch 3, training batch 17'
@@ -49,10 +48,20 @@ def tell_where(
     "Have the watchdog ask `f` where this replica is"
     if place := getattr(_here, 'place', None): place.where = f
 
-def _stack(frame):
-    "The frames of `frame`'s thread from what is watched on"
-    frames = takewhile(lambda o: o[0].f_code is not Watched.__call__.__code__, traceback.walk_stack(frame))
-    return [tuple(o) for o in traceback.StackSummary.extract(reversed([*frames]))]
+def _trail(frame):
+    "(code, line, instruction, identity) of the frames of `frame`'s thread from what is watched on"
+    res = []
+    while frame and frame.f_code is not Watched.__call__.__code__:
+        res.append((frame.f_code, frame.f_lineno, frame.f_lasti, id(frame)))
+        frame = frame.f_back
+    return res[::-1]
+
+def _trails(
+    threads:dict # Identity of a thread by rank
+):
+    "Where each thread is. No frame outlives this call: tensors in one that is held live on, and the step that runs then has another graph"
+    frames = sys._current_frames()
+    return {r: _trail(frames[t]) for r,t in threads.items() if t in frames}
 
 # %% ../../nbs/59_launch.watchdog.ipynb #teller
 def _counts():
@@ -61,7 +70,7 @@ def _counts():
 
 class _Teller:
     "Sends beats while replicas of this process are watched"
-    def __init__(self): self.lock,self.places,self.last = threading.Lock(),{},None
+    def __init__(self): self.lock,self.places,self.last = threading.Lock(),{},(None,None)
 
     @contextmanager
     def place(self, rank, tick):
@@ -85,11 +94,11 @@ class _Teller:
             with suppress(OSError): this_process().send(self.beat(places))
 
     def beat(self, places):
-        "What is to be told of `places`"
-        frames,waits = sys._current_frames(),replicas_waiting()
-        now = _counts(),{r: [(id(f), f.f_lasti) for f,_ in traceback.walk_stack(frames.get(o.thread))] for r,o in places.items()}
-        moves,self.last = now!=self.last,now
-        return Beat(moves, {r: o.report(waits.get(r), frames[o.thread]) for r,o in places.items() if o.thread in frames})
+        "What is to be told of `places`: where they are only if the device has done nothing since the last beat"
+        counts,waits = _counts(),replicas_waiting()
+        trails = _trails({r: o.thread for r,o in places.items()}) if counts==self.last[0] else {}
+        moves,self.last = (counts,trails)!=self.last,(counts,trails)
+        return Beat(moves, {r: o.report(waits.get(r), trails.get(r, [])) for r,o in places.items()})
 
 _teller = _Teller()
 
