@@ -77,6 +77,12 @@ def test_guide_and_tutorials_are_executed():
         cells = [o for o in code(load(path)) if src(o).strip()]
         assert not cells or any(o['outputs'] for o in cells), f'{path.name} is stored without having been run: make tutorials'
 
+@pytest.mark.parametrize('path', [nbs/'guide/quickstart.ipynb', *sorted(nbs.glob('tutorials/*.ipynb'))], ids=lambda o: o.name)
+def test_opens_elsewhere(path):
+    "The links at the top are those of this notebook, and say what to install"
+    top,at = '\n'.join(map(src, load(path)['cells'][:2])), f'{cfg["git_url"].split("github.com/")[1]}/blob/main/{path.relative_to(root)}'
+    for o in (f'(https://colab.research.google.com/github/{at})', f'(https://kaggle.com/kernels/welcome?src=https://github.com/{at})', f'pip install git+{cfg["git_url"]}`'): assert o in top
+
 @pytest.mark.parametrize('path', everything, ids=lambda o: o.name)
 def test_cells(path):
     nb = load(path)
