@@ -120,6 +120,8 @@ def to_docs(self:Learner, n:int=1): "Go there"
 def test_what_is_shown_of_other_cells(tmp_path):
     def cell(src): return dict(id='c', source=[src], outputs=[dict(data={'text/plain': ['6']})])
     assert docs.example(cell('#| echo: true\n2*3'), tmp_path/'p.md') == ['```python\n2*3\n```', '```text\n6\n```']
+    long = dict(id='c', source=['f()'], outputs=[dict(text=['x '*100])])
+    assert docs.example(long, tmp_path/'p.md')[1].startswith('```{ .text .wrap }\nx x'), 'a sentence is wrapped, a table is not'
     for o in ('#| hide\n2*3', '#| default_exp train.a', '#| hide\nimport nbdev; nbdev.nbdev_export()'): assert docs.example(cell(o), tmp_path/'p.md') == []
 
 ROOM = """
