@@ -9,11 +9,9 @@ __all__ = ['main']
 
 # %% ../nbs/99_cli.ipynb #imports
 import argparse, json, os, re, subprocess, sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 import fastai_xla
-from .runtime.device import device_kind, dist_version, n_cores, require_xla, XLANotInstalled
-from .runtime.doctor import doctor
-from .runtime.args import function_of
 
 # %% ../nbs/99_cli.ipynb #example
 def _example(
@@ -46,13 +44,15 @@ def _part(text):
 
 def _need_xla():
     "End with the line that installs torch_xla, unless it can be used"
+    from fastai_xla.runtime.device import require_xla, XLANotInstalled
     try: require_xla()
     except XLANotInstalled as e: sys.exit(f'{type(e).__name__}: {e}')
 
 # %% ../nbs/99_cli.ipynb #commands
 def _doctor(args):
     "Print the checkup; 1 when it found a fault"
-    _parser('doctor', doctor.__doc__, 'fastai-xla doctor && python train.py').parse_args(args)
+    _parser('doctor', 'Versions, device and environment, and what to do where something is wrong', 'fastai-xla doctor && python train.py').parse_args(args)
+    from fastai_xla.runtime.doctor import doctor
     d = doctor()
     print(d)
     return int(not d.ok)
@@ -65,6 +65,7 @@ def _demo(args):
     p.add_argument('--out', type=Path, default='out', help='folder for images, plots and the model (default: out)')
     a = p.parse_args(args)
     _need_xla()
+    from fastai_xla.runtime.device import device_kind, n_cores
     most = n_cores() if device_kind()=='TPU' else 8
     for n in [a.cores] if a.cores else dict.fromkeys((1, most)):
         out = a.out if a.cores or n==1 else a.out/f'{n}_cores'
@@ -90,7 +91,7 @@ def _launch(args):
     p = _parser('launch', 'Run a script on every core, one replica each', 'fastai-xla launch --cores 8 train.py --lr 1e-3')
     p.add_argument('--cores', type=_count, help='how many (default: all of a TPU, 8 virtual ones of a CPU)')
     p.add_argument('script', help='a Python file')
-    p.add_argument('args', nargs=argparse.REMAINDER, help='for the script')
+    p.add_argument('args', nargs=argparse.REMAINDER, help='for the script').required = False # a script may have none, says the error without one
     a = p.parse_args(args)
     if not Path(a.script).is_file(): p.error(f'There is no file {a.script}')
     _need_xla()
@@ -103,6 +104,7 @@ def _launch(args):
 # %% ../nbs/99_cli.ipynb #bench
 def _made_learner(spec, parser):
     "The Learner that the function `spec` makes"
+    from fastai_xla.runtime.args import function_of
     try: make = function_of(spec)
     except (ValueError, OSError, ImportError, AttributeError) as e: parser.error(str(e))
     import fastai_xla.all # gives Learners our methods
@@ -207,11 +209,16 @@ def _help():
     lines = [f'  {k:<8} {what}; {k} --help lists its options' for k,(_,what) in _commands.items()]
     return '\n'.join(['commands:', *lines, '', 'exit status:', '  0  all is well', '  1  a fault was found, or what was run has failed',
         '  2  the command or its options are wrong', '', 'three things to do next:', '  fastai-xla doctor                  is this machine all right?',
-        '  fastai-xla demo                    train for a minute, on one core and then on all', '  fastai-xla launch train.py         train on every core'])
+        '  fastai-xla demo                    train for a few minutes, on one core and then on all',
+        '  fastai-xla launch train.py         train on every core'])
+
+def _version(name):
+    try: return version(name)
+    except PackageNotFoundError: return 'missing'
 
 def _versions():
-    names = 'torch','torch_xla','fastai'
-    return ', '.join([f'fastai-xla {fastai_xla.__version__}', *[f"{o} {dist_version(o) or 'missing'}" for o in names], f"Python {sys.version.split()[0]}"])
+    them = [f'{o} {_version(o)}' for o in ('torch','torch_xla','fastai')]
+    return ', '.join([f'fastai-xla {fastai_xla.__version__}', *them, f'Python {sys.version.split()[0]}'])
 
 def main(
     args:list=None # Command and its arguments; those of the process by default

@@ -68,6 +68,27 @@ def test_help_and_wrong_commands():
     bench = cli('bench', 'nowhere.py:f')
     assert bench.returncode == 2 and 'There is no file nowhere.py' in bench.stderr
 
+def test_every_command_has_an_example_and_help_is_there_at_once():
+    "In one process, which has imported nothing that takes time; the example's own options are options of the command"
+    out = run_ok("""
+        import argparse, contextlib, io, re, shlex, sys
+        from fastai_xla.cli import main
+        def said(*args):
+            with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
+                try: code = main([*args])
+                except SystemExit as e: code = e.code
+            return code,out.getvalue()
+        code,text = said()
+        commands = re.findall(r'^  (\\w+) .* --help lists its options$', text, re.M)
+        for o in commands:
+            code,text = said(o, '--help')
+            what,example = text.split('\\nexample:\\n  fastai-xla '+o)
+            assert code==0 and set(re.findall(r'(?<= )--\\w+', example.split('train.py --')[0])) <= set(re.findall(r'--\\w+', what)), (o, text)
+            assert said(o, '--nonsense')[0]==2
+        assert said('launch')[1].rstrip().endswith('required: script') and said('--version')[0]==0
+        print(commands, [o for o in ('torch','fastai','torch_xla','numpy') if o in sys.modules])""", cold=True)
+    assert out=="['doctor', 'launch', 'demo', 'bench', 'plan', 'compile'] []"
+
 TRAIN = '''
 import sys, names
 from fastai.basics import *

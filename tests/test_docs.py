@@ -1,5 +1,5 @@
 "`make docs` in a fresh clone: every notebook has its page, every public name is on its room's page, no link is dead."
-import importlib, re, subprocess, sys
+import importlib, json, re, subprocess, sys
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlparse
@@ -15,7 +15,7 @@ class Reader(HTMLParser):
     "Text, ids and links of a page"
     def __init__(self, path):
         super().__init__()
-        self.text,self.ids,self.links = [],set(),[]
+        self.text,self.ids,self.links,self.fetched = [],set(),[],[]
         self.feed(path.read_text(encoding='utf-8'))
         self.text = ''.join(self.text)
     def handle_data(self, data): self.text.append(data)
@@ -23,6 +23,7 @@ class Reader(HTMLParser):
         d = dict(attrs)
         self.ids |= {d[o] for o in ('id', 'name') if d.get(o)}
         self.links += [d[o] for o in ('href', 'src') if d.get(o)]
+        if tag!='a' and d.get('rel') not in ('canonical','prev','next'): self.fetched += [d[o] for o in ('href', 'src') if d.get(o)]
 
 @pytest.fixture(scope='module')
 def site(tmp_path_factory):
@@ -34,7 +35,7 @@ def site(tmp_path_factory):
 
 def test_every_notebook_has_a_page_of_its_own(site):
     found = docs.pages()
-    assert set(found) == {*nbs.glob('*.ipynb'), *nbs.glob('tutorials/*.ipynb')}
+    assert set(found) == {*nbs.glob('*.ipynb'), *nbs.glob('guide/*.ipynb'), *nbs.glob('tutorials/*.ipynb')}
     assert len(set(found.values())) == len(found)
     for path,page in found.items():
         title = re.match(r'# (.+)', docs.text(docs.load(path)[0]['source']))[1]
@@ -69,10 +70,30 @@ def test_no_link_is_dead(site):
 def test_nothing_failed_on_a_page(site):
     for name,page in site.items(): assert not name or 'Traceback (most recent call last)' not in page.text, name
 
-def test_pages_are_grouped_by_subpackage():
-    got = docs.chapters({1: 'index.md', 2: 'train.optimizer.md', 3: 'train.metrics.md', 4: 'virtual_cores.comm.md', 5: 'cli.md', 6: 'tutorials/a.md'})
-    assert got == ['index.md', {'Train': ['train.optimizer.md', 'train.metrics.md']}, {'Virtual cores': ['virtual_cores.comm.md']}, 'cli.md',
-        {'Tutorials': ['tutorials/a.md']}]
+def test_every_public_name_is_in_the_overview(site):
+    names = [o for room in rooms for o in importlib.import_module(f'fastai_xla.{room}').__all__]
+    missing = {*names} - {*site['api.html'].text.replace(',', ' ').split()}
+    assert len(names)>100 and not missing, missing
+
+def test_search_knows_names_and_pages(site):
+    "What the search box looks into, and how it parts words: a name with underscores is one"
+    index = json.loads((site['']/'search'/'search_index.json').read_text())
+    found = [o['location'] for o in index['docs'] if 'to_tpu_distributed' in o['text']]
+    assert 'guide/forms.html' in {o.split('#')[0] for o in found} and 'distributed.learner.html#learner.to_tpu_distributed' in [o['location'] for o in index['docs']]
+    parts = re.split(index['config']['separator'], 'learn.to_tpu_distributed(n_cores=8).fit(0.5)')
+    assert [o for o in parts if o]==['learn','to_tpu_distributed','n_cores','8','fit','0.5']
+
+def test_nothing_is_fetched_from_elsewhere(site):
+    "Fonts, scripts, styles and pictures are the site's own"
+    for name,page in site.items(): assert not name or not (o := [o for o in page.fetched if urlparse(o).netloc]), f'{name}: {o}'
+
+def test_contents():
+    got = docs.contents(['index.md', 'guide/a.md', 'tutorials/b.md', 'numbers.md', 'troubleshooting.md', 'train.optimizer.md', 'train.metrics.md', 'virtual_cores.comm.md', 'cli.md'])
+    assert got == [{'Home': 'index.md'}, {'Guide': ['guide/a.md', 'troubleshooting.md']}, {'Tutorials': ['tutorials/b.md']}, 'numbers.md',
+        {'API': ['api.md', {'Train': ['train.optimizer.md', 'train.metrics.md']}, {'Virtual cores': ['virtual_cores.comm.md']}, 'cli.md']}]
+    pages = [*docs.pages().values()]
+    assert pages[1:1+len(docs.guide)]==[f'guide/{o}.md' for o in docs.guide], 'the guide is in the order that `tools/docs.py` gives, and has no other page'
+    assert not pages[1+len(docs.guide)].startswith('guide/')
 
 def test_what_is_shown_of_an_exported_cell(monkeypatch, tmp_path):
     (tmp_path/'docs_room.py').write_text('''
@@ -99,6 +120,8 @@ def to_docs(self:Learner, n:int=1): "Go there"
 def test_what_is_shown_of_other_cells(tmp_path):
     def cell(src): return dict(id='c', source=[src], outputs=[dict(data={'text/plain': ['6']})])
     assert docs.example(cell('#| echo: true\n2*3'), tmp_path/'p.md') == ['```python\n2*3\n```', '```text\n6\n```']
+    long = dict(id='c', source=['f()'], outputs=[dict(text=['x '*100])])
+    assert docs.example(long, tmp_path/'p.md')[1].startswith('```{ .text .wrap }\nx x'), 'a sentence is wrapped, a table is not'
     for o in ('#| hide\n2*3', '#| default_exp train.a', '#| hide\nimport nbdev; nbdev.nbdev_export()'): assert docs.example(cell(o), tmp_path/'p.md') == []
 
 ROOM = """

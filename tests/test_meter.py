@@ -78,6 +78,73 @@ def test_its_line(capsys):
     with learn.no_logging(): learn.fit(1, cbs=[meter := TPUMeter(), Look()])
     assert Look.seen and all(re.fullmatch(r'[\d.]* \| \S+ samples/s, waits \d+%', o) for o in Look.seen)
 
+def spoken(out): return [o for o in out.replace('\r', '\n').splitlines() if 'waits for input' in o]
+
+@pytest.fixture
+def ticks(monkeypatch): monkeypatch.setattr('fastai_xla.monitor.meter.read_clocks', Ticks())
+
+def test_speed_without_a_callback(capsys, ticks):
+    "A line at the end of a fit, a row for each epoch; an epoch of 48 samples is between two looks at the clocks, so 2 seconds"
+    learn = mlp_learner().to_tpu()
+    cbs = list(learn.cbs)
+    learn.fit(2, 1e-2)
+    assert spoken(capsys.readouterr().out)==['24 samples/s, waits for input 0%, compiled for 0.0 s']
+    rows = learn.training_speed.frame
+    assert [*rows.samples]==['48','96'] and [*rows.samples_per_sec]==['24','24'] and [*rows.step_ms]==['333.3','333.3'] and list(learn.cbs)==cbs
+    assert [*learn.recorder.metric_names]==['epoch','train_loss','valid_loss','accuracy','time'], "fastai's table is as it was"
+
+def test_speed_is_quiet(capsys):
+    learn = mlp_learner().to_tpu()
+    with learn.no_bar(): learn.fit(1)
+    with learn.no_logging(): learn.fit(1)
+    learn.lr_find(num_it=8, show_plot=False)
+    plain = mlp_learner()
+    plain.fit(1)
+    assert not spoken(capsys.readouterr().out) and len(learn.training_speed)==1
+    learn.fit(2, cbs=TPUMeter())
+    assert ['; a step' in o for o in spoken(capsys.readouterr().out)]==[True,True], 'its own lines, and no other'
+    with pytest.raises(RuntimeError, match='has not been trained on a device'): plain.training_speed
+
+def test_speed_costs_no_read_run_or_compilation(monkeypatch):
+    from fastai_xla.patches import learner as doors
+    def cost():
+        learn,stats = mlp_learner().to_tpu(fetch_every=1e9),XLAStats()
+        xm.wait_device_ops()
+        before = xla_counts()
+        fit(learn, cbs=stats)
+        xm.wait_device_ops()
+        c = xla_counts()-before
+        return [(o.reads,o.compiles,o.nodes) for o in stats.steps], [c.reads, c.executions, c.compiles, c.uploads, c.nodes, c.upload_bytes]
+    cost() # compiles
+    timed = cost()
+    monkeypatch.setattr(doors, '_around', {})
+    assert timed==cost()
+
+def test_speed_counts_what_this_process_did(tmp_path, ticks):
+    "Not an epoch of which a checkpoint has passed over a part, nor the rest of one that was left early; the last, smaller batch by its samples"
+    with pytest.raises(Killed): fit(mlp_learner().to_tpu(), 3, cbs=[TPUCheckpoint(tmp_path, every=1), Kill(9)])
+    learn = fit(mlp_learner().to_tpu(), 3, cbs=resume_from(tmp_path, every=1))
+    assert [*learn.training_speed.frame.samples]==['48']
+    class Leave(Callback):
+        def after_batch(self):
+            if self.training and self.iter==1: raise CancelTrainException
+    assert [*fit(learn, 1, cbs=Leave()).training_speed.frame.samples]==['16']
+    learn = mlp_learner()
+    learn.dls.train = TfmdDL(vectors(20), bs=8, num_workers=0)
+    assert [*fit(learn.to_tpu(), 1).training_speed.frame.samples]==['20']
+
+def test_speed_in_a_pool():
+    "The line and the rows of all cores come home"
+    out = run_ok("""
+        from fastai.test_utils import synth_learner
+        from fastai_xla.all import *
+        learn = synth_learner(n_trn=4).to_tpu_distributed(n_cores=2)
+        learn.fit(2)
+        print('rows', *learn.training_speed.frame.samples)
+        with learn.no_bar(): learn.fit(1)""", **child)
+    line, = spoken(out)
+    assert re.fullmatch(r'\S+ samples/s \(\S+ a core\), waits for input \d+%, compiled for \d+\.\d s', line) and 'rows 64 128' in out
+
 class Look(Callback):
     "The comments that the bar had"
     order,seen = 200,[]
@@ -217,14 +284,15 @@ def test_on_replicas(tmp_path):
         def f(rank):
             meter = fit(learns[rank].to_tpu_distributed()).tpu_meter
             prof = learns[rank].step_profiler
-            return *sums(meter)[:6],*meter.values[-1][:3],meter.n_here,len(prof.steps),bool(prof.file)
+            speed = [int(o) for o in learns[rank].training_speed.frame.samples]
+            return *sums(meter)[:6],*meter.values[-1][:3],meter.n_here,len(prof.steps),bool(prof.file),*speed
         def norms(fsdp): return run_replicas(lambda rank: norms_of(plain[rank].to_tpu_distributed(fsdp=fsdp)), n=2)
         want = torch_norms()
         for fsdp in (False,True):
             plain = [plain_net_learner(bs=4) for _ in range(2)]
             for got in norms(fsdp): close([want[0], want[2]] if fsdp else want, [got[0], got[2]] if fsdp else got, rtol=1e-4)
         print(run_replicas(f, n=2))""", **child)
-    assert out.splitlines()[-1]=='[(12, 96, 24.0, 48.0, 12.0, 9.0, 4.0, 2.0, 2000.0, 2, 2, True), (12, 96, 24.0, 48.0, 12.0, 9.0, 4.0, 2.0, 2000.0, 2, 2, False)]'
+    assert out.splitlines()[-1]=='[(12, 96, 24.0, 48.0, 12.0, 9.0, 4.0, 2.0, 2000.0, 2, 2, True, 48, 96), (12, 96, 24.0, 48.0, 12.0, 9.0, 4.0, 2.0, 2000.0, 2, 2, False, 48, 96)]'
 
 def test_sharded():
     out = run_ok("""
@@ -236,5 +304,6 @@ def test_sharded():
         os.environ['TPU_ACCELERATOR_TYPE'] = 'v5litepod-8' # what a machine says of itself; devices do not under SPMD
         fit(learn, cbs=(meter := ticking()))
         close(torch_norms(), norms_of(plain_net_learner().to_tpu_sharded(fsdp=2)), rtol=1e-4)
-        print(len(learn.dls.train), sums(meter)[:6], meter.values[-1][:2], meter.n_here, meter.peak, meter.flops)""", **child)
-    assert out.splitlines()[-1]=='10 [20, 320, 40.0, 80.0, 20.0, 30.0] (8.0, 4.0) 1 197000000000000.0 4.0', "a weight takes four operations a sample"
+        print(len(learn.dls.train), sums(meter)[:6], meter.values[-1][:2], meter.n_here, meter.peak, meter.flops,
+            *learn.training_speed.frame.samples)""", **child)
+    assert out.splitlines()[-1]=='10 [20, 320, 40.0, 80.0, 20.0, 30.0] (8.0, 4.0) 1 197000000000000.0 4.0 160 320', "a weight takes four operations a sample"

@@ -9,7 +9,7 @@ from nbclient.exceptions import CellExecutionError, DeadKernelError
 import kernels
 
 nbs = Path(__file__).parent.parent/'nbs'
-notebooks = sorted(nbs.glob('*.ipynb')) + sorted(nbs.glob('tutorials/*.ipynb'))
+notebooks = sorted(nbs.glob('*.ipynb')) + sorted(nbs.glob('guide/*.ipynb')) + sorted(nbs.glob('tutorials/*.ipynb'))
 not_run = re.compile(r'^#\|\s*(eval:\s*false|notest|tpu|slow)\b', re.M)
 
 def execute(nb, folder, timeout=600):

@@ -30,7 +30,8 @@ def run(*args, **kw): return subprocess.run([*map(str, args)], capture_output=Tr
 
 here = House(root, cfg['lib_path'], cfg['nbs_path'])
 api = here.notebooks
-everything = api + [nbs/'index.ipynb'] + sorted(nbs.glob('tutorials/*.ipynb'))
+shown = sorted(nbs.glob('guide/*.ipynb')) + sorted(nbs.glob('tutorials/*.ipynb'))
+everything = api + [nbs/'index.ipynb'] + shown
 def by_hand(): return [Path('__init__.py'), Path('__main__.py'), Path('all.py'), *(Path(o)/'__init__.py' for o in here.chapters)]
 
 # ---- notebooks and modules
@@ -71,10 +72,16 @@ def test_notebooks_are_clean(exported):
 def test_api_notebooks_have_no_outputs(path):
     assert not [o['id'] for o in code(load(path)) if o['outputs'] or o['execution_count']]
 
-def test_tutorials_are_executed():
-    for path in sorted(nbs.glob('tutorials/*.ipynb')):
+def test_guide_and_tutorials_are_executed():
+    for path in shown:
         cells = [o for o in code(load(path)) if src(o).strip()]
-        assert any(o['outputs'] for o in cells), f'{path.name} is stored without having been run: make tutorials'
+        assert not cells or any(o['outputs'] for o in cells), f'{path.name} is stored without having been run: make tutorials'
+
+@pytest.mark.parametrize('path', [nbs/'guide/quickstart.ipynb', *sorted(nbs.glob('tutorials/*.ipynb'))], ids=lambda o: o.name)
+def test_opens_elsewhere(path):
+    "The links at the top are those of this notebook, and say what to install"
+    top,at = '\n'.join(map(src, load(path)['cells'][:2])), f'{cfg["git_url"].split("github.com/")[1]}/blob/main/{path.relative_to(root)}'
+    for o in (f'(https://colab.research.google.com/github/{at})', f'(https://kaggle.com/kernels/welcome?src=https://github.com/{at})', f'pip install git+{cfg["git_url"]}`'): assert o in top
 
 @pytest.mark.parametrize('path', everything, ids=lambda o: o.name)
 def test_cells(path):
@@ -250,6 +257,15 @@ def test_readme_rendering(tmp_path):
     cells = [('markdown', '# T'), ('code', '#| hide\n1'), ('code', '#| echo: true\nx = 1\nx'), ('code', '')]
     (tmp_path/'n.ipynb').write_text(json.dumps(dict(cells=[dict(cell_type=t, source=[s]) for t,s in cells])))
     assert readme.render(tmp_path/'n.ipynb') == '# T\n\n```python\nx = 1\nx\n```\n'
+
+def test_pictures_of_readme():
+    "They are there, small, and the badges say what settings.ini says"
+    text = (root/'README.md').read_text(encoding='utf-8')
+    files = [root/o for o in re.findall(r'!\[[^]]*\]\(([^)]+)\)', text)]
+    assert len(files)==3 and all(o.stat().st_size<60_000 for o in files)
+    assert {o.name for o in files}=={'eight_cores.png', *readme.badges()}
+    for k,v in readme.badges().items(): assert (nbs/'images'/k).read_text()==v, 'run `make nbs`'
+    assert '>3.10 to 3.13</text>' in readme.badge('python', '3.10 to 3.13') and len(text.encode())<8_000, 'a first screen and a page: more belongs into nbs/guide'
 
 # ---- metadata
 

@@ -1,8 +1,8 @@
-"""Build the documentation as a static site: a page for each notebook, by mkdocs.
+"""Build the documentation as a static site: a page for each notebook, by mkdocs-material.
 
 No cell is run: nbdev's processors would run every cell with an import, without the cells before it. Instead the modules are imported, and
 nbdev's `show_doc` shows what the notebooks export; examples are shown as code, tutorials with the outputs that they are stored with."""
-import argparse, ast, base64, importlib, inspect, json, os, re, subprocess, sys, tempfile
+import argparse, ast, base64, importlib, inspect, json, os, re, shutil, subprocess, sys, tempfile
 from functools import cache, reduce
 from pathlib import Path
 
@@ -25,20 +25,26 @@ def module_of(path):
     found = [directive('default_exp', text(c['source'])) for c in load(path) if c['cell_type']=='code']
     return next((o[1].strip() for o in found if o), None)
 
-def pages():
-    "Each notebook with the name of its page: the index, the modules in the order of their numbers, the tutorials, and the rest"
-    api, tutorials = sorted(nbs.glob('[0-9]*.ipynb')), sorted(nbs.glob('tutorials/*.ipynb'))
-    rest = [o for o in sorted(nbs.glob('*.ipynb')) if o not in api and o.stem!='index']
-    res = {o: f'{module_of(o)}.md' for o in api} | {o: f'tutorials/{o.stem}.md' for o in tutorials} | {o: f'{o.stem}.md' for o in rest}
-    return {nbs/'index.ipynb': 'index.md'} | res
+guide = 'quickstart','forms','travel','speed','memory','checkpoints','hosts','porting'
 
-def chapters(pages):
-    "The table of contents: the modules of a subpackage under its name, then the tutorials"
-    res = {}
-    for path,page in pages.items():
-        inside = 'tutorials' if page.startswith('tutorials/') else page.split('.')[0] if page.count('.')>1 else None
-        res.setdefault(inside or page, []).append(page)
-    return [{o.replace('_', ' ').capitalize(): v} if o!=v[0] else o for o,v in res.items()]
+def pages():
+    "Each notebook with the name of its page: the index, the guide, the tutorials, the rest, and the modules in the order of their numbers"
+    def named(folder, order=()): return sorted(nbs.glob(f'{folder}/*.ipynb'), key=lambda o: (order.index(o.stem) if o.stem in order else len(order), o.stem))
+    api,rest = sorted(nbs.glob('[0-9]*.ipynb')), [o for o in sorted(nbs.glob('[a-z]*.ipynb')) if o.stem!='index']
+    res = {o: f'{o.parent.name}/{o.stem}.md' for o in [*named('guide', guide), *named('tutorials')]} | {o: f'{o.stem}.md' for o in rest}
+    return {nbs/'index.ipynb': 'index.md'} | res | {o: f'{module_of(o)}.md' for o in api}
+
+def contents(names):
+    "The table of contents of pages with these `names`: the guide, ending in what goes wrong; the tutorials; and the modules under the name of their chapter"
+    api,res = {},dict(Home='index.md', Guide=[], Tutorials=[])
+    for o in names:
+        if o.startswith(('guide/','tutorials/')): res[o.split('/')[0].capitalize()].append(o)
+        elif o=='troubleshooting.md': res['Guide'].append(o)
+        elif o.count('.')>1: api.setdefault(o.split('.')[0].replace('_', ' ').capitalize(), []).append(o)
+        elif o=='cli.md': api[o] = o
+        elif o!='index.md': res[o] = o
+    res['API'] = ['api.md'] + [v if k==v else {k: v} for k,v in api.items()]
+    return [v if k==v else {k: v} for k,v in res.items() if v]
 
 # ---- what a cell becomes
 
@@ -98,7 +104,8 @@ def output(out, png):
     for o in ('text/html', 'text/markdown'):
         if o in data: return text(data[o])
     plain = text(out.get('text') or data.get('text/plain', ''))
-    return f'```text\n{plain}\n```' if plain.strip() else ''
+    kind = '{ .text .wrap }' if max(map(len, plain.splitlines()), default=0)>150 else 'text' # a table is no wider
+    return f'```{kind}\n{plain}\n```' if plain.strip() else ''
 
 def example(c, png):
     "A cell that is not exported: its code without directives, then its outputs"
@@ -119,6 +126,19 @@ def page(path, dest):
     rest = [o for o in getattr(mod, '__all__', ()) if o not in done]
     if rest: res.append('Also exported: ' + ', '.join(f'`{o}`' for o in rest) + '.')
     return '\n\n'.join(filter(None, res)) + '\n'
+
+def overview(anchors):
+    "Markdown of the page that lists every room with what it gives, by chapter; `anchors` are the headings of each page"
+    res,last = ['# API\n\n> Every public name, by the room that it is made in\n\n`from fastai_xla.all import *` brings them all.'],None
+    for path in sorted(nbs.glob('[0-9]*.ipynb')):
+        page = f'{(room := module_of(path))}.md'
+        chapter,why = room.split('.')[0].replace('_', ' ').capitalize(),text(load(path)[0]['source']).split('\n> ')[1].strip()
+        if chapter!=last: res.append(f'## {chapter}\n\n| room | what it is for | names |\n|---|---|---|')
+        names = sorted(importlib.import_module(f'{cfg.lib_path.name}.{room}').__all__, key=str.lower)
+        def to(o): return f'[`{o}`]({page}{"#"+o.lower() if o.lower() in anchors.get(page, ()) else ""})'
+        res[-1] += f"\n| [`{room}`]({page}) | {why} | {', '.join(map(to, names))} |"
+        last = chapter
+    return '\n\n'.join(res) + '\n'
 
 # ---- the site
 
@@ -143,19 +163,33 @@ def write(folder):
         md[name] = page(path, folder/name)
     anchors = {k: set(re.findall(r'^#+ .*\{#(.+)\}$|<a id="(.+?)">', v, re.M)) for k,v in md.items()}
     anchors = {k: {a or b for a,b in v} for k,v in anchors.items()}
-    for k,v in md.items(): (folder/k).write_text(link(v, k, all_pages, anchors), encoding='utf-8')
-    return chapters(all_pages)
+    alone = {'index.md': '---\nhide: [navigation]\n---\n'} # beside the first page there is nothing to list
+    for k,v in md.items(): (folder/k).write_text(alone.get(k, '')+link(v, k, all_pages, anchors), encoding='utf-8')
+    (folder/'api.md').write_text(overview(anchors), encoding='utf-8')
+    for o in ('images','docs.css'): (shutil.copytree if (nbs/o).is_dir() else shutil.copy)(nbs/o, folder/o)
+    return contents(all_pages.values())
+
+def scheme(name, icon, to, media): return dict(scheme=name, media=media, primary='indigo', accent='indigo', toggle=dict(icon=f'material/{icon}', name=f'Switch to {to} mode'))
+
+# Nothing is fetched from elsewhere when a page is read: no fonts, and no `repo_url`, for which the theme asks GitHub.
+theme = dict(name='material', font=False, icon=dict(logo='material/chart-bell-curve-cumulative'),
+    features=['navigation.tabs', 'navigation.tabs.sticky', 'navigation.indexes', 'navigation.top', 'navigation.footer', 'toc.follow', 'search.suggest', 'search.highlight', 'content.code.copy'],
+    palette=[scheme('default', 'weather-night', 'dark', '(prefers-color-scheme: light)'), scheme('slate', 'weather-sunny', 'light', '(prefers-color-scheme: dark)')])
+words = r'[\s\-,:!?=\[\]()"`/]+|\.(?!\d)' # a name with underscores is a word
 
 def build(out):
     "Build the site into the folder `out`; a dead link is an error"
     with tempfile.TemporaryDirectory() as tmp:
         tmp = Path(tmp)
         (tmp/'md').mkdir()
-        site = dict(site_name=cfg.title, site_url=cfg.doc_url, repo_url=cfg.git_url, edit_uri='', docs_dir=str(tmp/'md'), site_dir=str(Path(out).resolve()),
-            theme=dict(name='readthedocs', navigation_depth=3), use_directory_urls=False, nav=write(tmp/'md'),
-            markdown_extensions=['attr_list', 'sane_lists'], validation=dict(links=dict(anchors='warn', not_found='warn')))
+        site = dict(site_name=cfg.title, site_url=cfg.doc_url, site_description=cfg.description, docs_dir=str(tmp/'md'), site_dir=str(Path(out).resolve()),
+            theme=theme, use_directory_urls=False, nav=write(tmp/'md'), extra_css=['docs.css'], plugins=[dict(search=dict(separator=words))],
+            extra=dict(generator=False, social=[dict(icon='fontawesome/brands/github', link=cfg.git_url, name='The repository')]),
+            markdown_extensions=['attr_list', 'sane_lists', 'admonition', 'pymdownx.superfences', dict(toc=dict(permalink=True, toc_depth=3))],
+            validation=dict(links=dict(anchors='warn', not_found='warn'), nav=dict(omitted_files='warn')))
         (tmp/'mkdocs.yml').write_text(json.dumps(site), encoding='utf-8')
-        subprocess.run([sys.executable, '-m', 'mkdocs', 'build', '--quiet', '--strict', '--config-file', str(tmp/'mkdocs.yml')], check=True)
+        env = {**os.environ, 'NO_MKDOCS_2_WARNING': '1'}
+        subprocess.run([sys.executable, '-m', 'mkdocs', 'build', '--quiet', '--strict', '--config-file', str(tmp/'mkdocs.yml')], check=True, env=env)
 
 if __name__ == '__main__':
     ap = argparse.ArgumentParser(description='Build the documentation as a static site')

@@ -1,11 +1,11 @@
-"Run the tutorials from top to bottom and store their outputs, without warnings and what else names the machine: `make tutorials`."
-import sys, tempfile
+"Run the guide and the tutorials from top to bottom and store their outputs, without warnings and what else names the machine: `make tutorials`."
+import re, sys, tempfile
 from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
 
-nbs = Path(__file__).parent.parent/'nbs'/'tutorials'
+nbs = Path(__file__).parent.parent/'nbs'
 
 def shown(o): return o.get('name')!='stderr' and o.get('data', {}).get('text/html', 'x')!=''
 
@@ -14,8 +14,10 @@ def run(path):
     with tempfile.TemporaryDirectory() as folder: NotebookClient(nb, timeout=900, kernel_name='python3', resources={'metadata': {'path': folder}}).execute()
     for c in nb.cells:
         c.metadata.pop('execution', None)
-        if c.cell_type=='code': c.outputs = [o for o in c.outputs if shown(o)]
+        if c.cell_type!='code': continue
+        c.outputs = [o for o in c.outputs if shown(o)]
+        for o in c.outputs: o.update({k: re.sub(rf'{folder}/|/tmp/ipykernel_\d+/(?=\d+\.py)', '', o[k]) for k in ('text',) if k in o})
     nbformat.write(nb, path)
 
 if __name__ == '__main__':
-    for path in map(Path, sys.argv[1:] or sorted(nbs.glob('*.ipynb'))): run(path)
+    for path in map(Path, sys.argv[1:] or sorted([*nbs.glob('guide/*.ipynb'), *nbs.glob('tutorials/*.ipynb')])): run(path)
