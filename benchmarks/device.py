@@ -19,7 +19,8 @@ class WorkOf(NamedTuple):
     size:int=64
     bs:int=16
 
-works = {f'{m}{"_aug" if a else ""}_{"bf16" if b else "f32"}': WorkOf(m, b, a) for m,a in (('resnet18',False), ('resnet18',True), ('vit',False)) for b in (False,True)}
+works = {f'{m}{"" if px==64 else f"_{px}"}{"_aug" if a else ""}_{"bf16" if b else "f32"}': WorkOf(m, b, a, px)
+    for m,a,px in (('resnet18',False,64), ('resnet18',True,64), ('vit',False,64), ('resnet18',False,128), ('resnet18',True,128)) for b in (False,True)}
 row_cycles = 5.3
 
 # ---- ours

@@ -104,26 +104,43 @@ def split_matmul(
     (a0,a1),(b0,b1) = bf16_pieces(a, 2),bf16_pieces(b, 2)
     with torch.autocast('xla', enabled=False): return torch.cat([a0,a0,a1], -1) @ torch.cat([b0,b1,b0], -2)
 
-def _tent(p, i): return (1-(p[:,None]-i).abs()).clamp(min=0)
+def _tent(p, i): return F.relu(1-(p-i).abs())
 
-def _suits_products(x, grid, mode):
+def _suits_products(x, grid, pieces, mode):
     "Do products take fewer cycles for each pixel than look-ups, by the compiler's estimate for a v5e?"
     _,c,h,w = x.shape
-    return x.dtype!=torch.float64 and not _wants_grad(x, grid) and c*(.5 + h*(.007+4e-5*w))<(22 if mode=='bilinear' else 5.5)
+    return x.dtype!=torch.float64 and not _wants_grad(x, grid) and c*(.5+2e-5*pieces*h*w)<(22 if mode=='bilinear' else 5.5)
 
-def _sampled_by_products(x, px, py, mode):
-    "The pixels of the images `x` at `px` and `py`: over columns a matrix product with weights in pieces, and over rows a sum"
-    (n,c,h,w),size = x.shape,px.shape[1:]
-    if nearest := mode=='nearest': px,py = px.round(),py.round()
-    px,py = px.reshape(n, -1),py.reshape(n, -1)
-    i = torch.arange(3*w, device=x.device, dtype=torch.int32)[:,None]
-    cols,rows = _tent(px, i%w),_tent(py, torch.arange(h, device=x.device, dtype=torch.int32)[:,None])
-    hi = (cols*256).round()/256
-    a,*bs = bf16_pieces(widen(x), 3 if nearest else 2)
-    pixels = torch.cat([a,*bs] if nearest else [a,a,*bs], 3)
-    if not nearest: cols = torch.where(i//w==1, cols-hi, hi)
-    with torch.autocast('xla', enabled=False): res = [(pixels[:,k]@cols*rows).sum(1) for k in range(c)]
-    return torch.stack(res, 1).reshape(n, c, *size).to(x.dtype)
+def _windows(n, size, k, device):
+    "A matrix that makes of `n` pixels `k` windows of `size+1`; the last pixel of one is the first of the next"
+    i = torch.arange(k*(size+1), device=device, dtype=torch.int32)
+    return ((i//(size+1)*size + i%(size+1))[:,None]==torch.arange(n, device=device, dtype=torch.int32)).float()
+
+def _sampled_by_products(x, px, py, pieces):
+    "The pixels of the images `x` at `px` and `py`: a product picks for each a patch of the image, in so many pieces, of which a sum is taken"
+    (n,c,h,w),size,sides = x.shape,px.shape[1:],(8, 4 if pieces==1 else 8)
+    ky,kx = [max(1, -(-(o-1)//b)) for o,b in zip((h,w), sides)]
+    (first_y,fy),(first_x,fx) = [_in_window(p.reshape(n, -1), b, k) for p,b,k in zip((py,px), sides, (ky,kx))]
+    x = torch.cat(bf16_pieces(x, pieces), 1)
+    with torch.autocast('xla', enabled=False):
+        x = _windows(h, sides[0], ky, x.device) @ x @ _windows(w, sides[1], kx, x.device).T
+        x = x.reshape(n, pieces, c, ky, sides[0]+1, kx, sides[1]+1).permute(0,2,4,6,1,3,5).reshape(n, c, -1, pieces*ky*kx)
+        i = torch.arange(pieces*ky*kx, device=x.device, dtype=torch.int32)[:,None]%(ky*kx)
+        patch = torch.einsum('ncmk,nkp->ncmp', x, (i==(first_y*kx+first_x).int()[:,None]).float())
+    m = torch.arange(x.shape[2], device=x.device, dtype=torch.int32)[:,None]
+    fy,fx = [o[:,None,None].expand(n, c, 1, -1) for o in (fy,fx)] # for each channel, or XLA would store the weights
+    return (patch*(_tent(fy, m//(sides[1]+1))*_tent(fx, m%(sides[1]+1)))).sum(2).reshape(n, c, *size)
+
+def _in_window(p, size, k):
+    "Which of `k` windows holds the place `p`, and where in it"
+    first = (p/size).floor().clamp(0, k-1)
+    return first,p-first*size
+
+def _by_products(x, px, py, pieces, mode, div):
+    "As `grid_sample_xla`; `x*div` are whole numbers up to 255, if `div` is given"
+    if mode=='nearest': px,py = px.round(),py.round()
+    if div: return _sampled_by_products((x*div).round(), px, py, 1)/div
+    return _sampled_by_products(widen(x), px, py, pieces).to(x.dtype)
 
 # %% ../../nbs/14_patches.ops.ipynb #grid-sample
 def _picked(x, ix, iy):
@@ -141,13 +158,15 @@ def grid_sample_xla(
     mode:str='bilinear', # 'bilinear' or 'nearest'
     padding_mode:str='zeros', # What lies outside: 'zeros', 'border' or 'reflection'
     align_corners:bool=False, # Do -1 and 1 stand for the centres of the corner pixels, not for their outer edges?
+    div:float=None, # `x` is bytes divided by it; None: any numbers
 ):
     "`F.grid_sample` by `index_select` and elementwise formulas, or for a TPU by matrix products where they are faster"
     if mode not in ('bilinear','nearest'):
         raise ValueError(f"`grid_sample_xla` can look up by 'bilinear' or 'nearest'. Got {mode!r}: bring the tensors to the host for that.")
     x,grid = raw(x),raw(grid)
     px,py = [source_pixel(grid[...,i], n, padding_mode, align_corners) for i,n in enumerate((x.shape[3],x.shape[2]))]
-    if program_kind()=='TPU' and _suits_products(x, grid, mode): return _sampled_by_products(x, px, py, mode)
+    pieces = 1 if div or x.dtype is torch.bfloat16 else 2 if mode=='bilinear' else 3
+    if program_kind()=='TPU' and _suits_products(x, grid, pieces, mode): return _by_products(x, px, py, pieces, mode, div)
     pick = partial(_picked, x.permute(0,2,3,1))
     if mode=='nearest': return pick(px.round(), py.round()).permute(0,3,1,2)
     x0,y0 = px.floor(),py.floor()
