@@ -3,6 +3,7 @@
     python -m venv jax && jax/bin/pip install 'jax[cpu]==0.7.1'   # its programs are of libtpu 0.0.21's time
     python benchmarks/device.py --jax jax/bin/python                  # all works
     python benchmarks/device.py --jax jax/bin/python vit_f32          # some
+    python benchmarks/device.py --sampling                            # what sampling alone takes, by look-ups and by products
 Needs `pip install 'fastai_xla[compile]'`, and for the JAX column a Python with jax, which is asked for the program alone; without it the column is empty.
 Estimates of a compiler for a described chip: nothing runs on a TPU. Gathers have no estimate: their rows are counted at 5.3 cycles each, as libtpu's assembly has them.
 """
@@ -19,14 +20,26 @@ class WorkOf(NamedTuple):
     size:int=64
     bs:int=16
 
-works = {f'{m}{"_aug" if a else ""}_{"bf16" if b else "f32"}': WorkOf(m, b, a) for m,a in (('resnet18',False), ('resnet18',True), ('vit',False)) for b in (False,True)}
+works = {f'{m}{"" if px==64 else f"_{px}"}{"_aug" if a else ""}_{"bf16" if b else "f32"}': WorkOf(m, b, a, px)
+    for m,a,px in (('resnet18',False,64), ('resnet18',True,64), ('vit',False,64), ('resnet18',False,128), ('resnet18',True,128)) for b in (False,True)}
 row_cycles = 5.3
 
 # ---- ours
 
+def model_of(w):
+    "The model of the work `w`"
+    import timm, torchvision
+    return torchvision.models.resnet18(num_classes=10) if w.model=='resnet18' else timm.create_model('vit_tiny_patch16_224', img_size=w.size, patch_size=8, num_classes=10)
+
+def planned(w):
+    "Bytes that `plan_training` says a step of the work `w` takes"
+    from fastai_xla.monitor import plan_training
+    from fastai_xla.sharding import make_mesh
+    return plan_training(model_of(w), make_mesh(n=1), w.bs, (3,w.size,w.size), bf16=w.bf16).total
+
 def learner(w):
     "A Learner of the work `w`"
-    import timm, torch, numpy as np, torchvision
+    import torch, numpy as np
     from fastai.vision.all import (aug_transforms, CategoryBlock, CrossEntropyLossFlat, DataBlock, DataLoaders, ImageBlock, imagenet_stats, IndexSplitter, Learner,
         Normalize, TfmdDL)
     torch.manual_seed(0)
@@ -38,8 +51,7 @@ def learner(w):
     else:
         ds = list(zip(torch.randn(2*w.bs, 3, w.size, w.size), torch.arange(2*w.bs)%10))
         dls = DataLoaders(*[TfmdDL(ds, bs=w.bs, num_workers=0) for _ in range(2)])
-    model = torchvision.models.resnet18(num_classes=10) if w.model=='resnet18' else timm.create_model('vit_tiny_patch16_224', img_size=w.size, patch_size=8, num_classes=10)
-    learn = Learner(dls, model, loss_func=CrossEntropyLossFlat())
+    learn = Learner(dls, model_of(w), loss_func=CrossEntropyLossFlat())
     return learn.to_bf16() if w.bf16 else learn
 
 def ours(w, chips, limit, cache):
@@ -155,6 +167,30 @@ def of_jax(name, chips, python, cache):
     res,memory,seconds = CompiledPrograms(s, cache).compile(module, effort=0.)
     return ProgramReport(res, memory, s, seconds)
 
+# ---- sampling alone
+
+def sampled(size, kind, chips, cache, bs=16):
+    "What the compiler says of the bilinear sampling of a batch, by 'look-ups', or by products of 'numbers' or of 'bytes'"
+    import torch
+    from fastai_xla.monitor import CompiledPrograms, hlo_message, ProgramReport, tpu_slice
+    from fastai_xla.patches import grid_sample_xla
+    from fastai_xla.runtime.device import make_programs_for, torch_xla, xla_device
+    x,grid = [torch.rand(bs, *o).to(xla_device()) for o in ((3,size,size), (size,size,2))]
+    make_programs_for(None if kind=='look-ups' else 'TPU')
+    res = grid_sample_xla(x, grid, 'bilinear', 'reflection', True, 255 if kind=='bytes' else None)
+    module = hlo_message('HloModuleProto').FromString(torch_xla._XLAC._get_xla_tensors_hlo_proto([res]))
+    s = tpu_slice(chips)
+    res,memory,seconds = CompiledPrograms(s, cache).compile(module, effort=0.)
+    return ProgramReport(res, memory, s, seconds)
+
+def sampling(chips, cache):
+    "The table of what sampling takes"
+    kinds = 'look-ups','numbers','bytes'
+    print('| 16 images of | four look-ups a pixel, at 5.3 cycles a row | products of any numbers | of bytes |', '| --- | --- | --- | --- |', sep='\n')
+    for size in (64, 128, 224):
+        cells = [f'{(r.cycles+gathered(r))/1e6:.2f}' for r in (sampled(size, k, chips, cache) for k in kinds)]
+        print(f"| {size} px | {' | '.join(cells)} |", flush=True)
+
 # ---- the table
 
 def gathered(r):
@@ -173,18 +209,21 @@ def main():
     p.add_argument('--slice', default='v5e-1', help='a TPU slice (default: v5e-1)')
     p.add_argument('--limit', type=float, default=1800, help='seconds for one work (default: 1800)')
     p.add_argument('--cache', type=Path, default=Path.home()/'.cache'/'fastai_xla'/'compiled', help='folder of what was compiled before')
+    p.add_argument('--sampling', action='store_true', help='what sampling alone takes, by look-ups and by products')
     p.add_argument('--write', help=argparse.SUPPRESS)
     a = p.parse_args()
     for o in a.names:
         if o not in works: p.error(f'there is no work {o!r}: choose of {", ".join(works)}')
     if a.write: return write_jax(a.names[0], a.write)
-    print('| work | Mcycles, ours | with look-ups | JAX | with look-ups | ratio | MB, ours | JAX | ratio | compiled in, s |')
-    print('| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |')
+    if a.sampling: return sampling(a.slice, a.cache)
+    print('| work | Mcycles, ours | with look-ups | JAX | with look-ups | ratio | MB, ours | planned | JAX | ratio | compiled in, s |')
+    print('| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |')
     for name in a.names or works:
         rs = [ours(works[name], a.slice, a.limit, a.cache)] + ([of_jax(name, a.slice, a.jax, a.cache)] if a.jax else [])
         (c,full,mem),*other = [(r.cycles/1e6, (r.cycles+gathered(r))/1e6, r.memory.total/1e6) for r in rs]
         jc,jfull,jmem = other[0] if other else (float('nan'),)*3
-        cells = name,f'{c:.2f}',f'{full:.2f}',f'{jc:.2f}',f'{jfull:.2f}',f'{full/jfull:.2f}',f'{mem:.0f}',f'{jmem:.0f}',f'{mem/jmem:.2f}','+'.join(f'{r.seconds:.0f}' for r in rs)
+        cells = (name, f'{c:.2f}', f'{full:.2f}', f'{jc:.2f}', f'{jfull:.2f}', f'{full/jfull:.2f}', f'{mem:.0f}', f'{planned(works[name])/1e6:.0f}', f'{jmem:.0f}', f'{mem/jmem:.2f}',
+            '+'.join(f'{r.seconds:.0f}' for r in rs))
         print(f"| {' | '.join(cells)} |", flush=True)
 
 if __name__ == '__main__': main()

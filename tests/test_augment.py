@@ -293,6 +293,12 @@ def test_images_for_a_tpu(name, for_a_tpu): test_images(name)
 @pytest.mark.parametrize('name', SIZES)
 def test_sizes_for_a_tpu(name, for_a_tpu): test_sizes(name)
 
+def test_bytes_take_one_product_on_a_tpu(for_a_tpu):
+    "bfloat16 holds them; other numbers are cut into pieces"
+    tfms = TfmPlacement(Pipeline([IntToFloatTensor(), Rotate(30, p=1.)]), 'device').device(DEVICE, 0)
+    def text(kind): return torch_xla._XLAC._get_xla_tensors_hlo(tensors(tfms(upload(batch(kind), DEVICE)))[:1])
+    assert 'bf16[' not in text('bytes') and 'bf16[' in text('image')
+
 def test_points_for_a_tpu(for_a_tpu): test_targets('points', 'aug_mult')
 
 def test_gradients_and_large_images_are_looked_up_on_a_tpu_too(for_a_tpu):

@@ -7,7 +7,8 @@ from torch import nn
 from fastai.vision.all import accuracy, CrossEntropyLossFlat, DataLoaders, Learner, TfmdDL
 import fastai_xla.all
 from fastai_xla.runtime import runtime_started
-from fastai_xla.monitor import CompileError, compile as compiling, libtpu
+from fastai_xla.monitor import CompileError, compile as compiling, libtpu, plan_training
+from fastai_xla.sharding import make_mesh
 from compile_families import FAMILIES
 from forks import Forked
 from fresh import repo, run
@@ -49,10 +50,16 @@ def test_forms(name, form, options, n, no_process_left):
     check_form(learn, learn.compile_for(name, form, fast=True, **options), form, n)
 
 def test_one_core_as_users_start(no_process_left):
-    learn = learner()
+    learn = learner(bs=512, wide=64, n=1024)
     r = learn.compile_for('colab', fast=True)
     check_form(learn, r, None, 1)
     assert 'to_bf16' in repr(r)
+    check_plan(plan_training(learn.model, make_mesh(n=1), 512, (3,16,16)), r)
+
+def check_plan(p, r):
+    "From shapes alone `plan_training` says what a step holds, and more of what is kept for the backward pass than the compiler, which makes some of it again"
+    assert [p.memory[k] for k in ('parameters','optimizer state')]==[r.memory[k] for k in ('parameters','optimizer state')]
+    assert 1<=p.total/r.programs['train'].memory.total<2.2, (p.memory, r.memory)
 
 def check_form(learn, r, form, n):
     train = r.programs['train']

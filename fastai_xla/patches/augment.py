@@ -15,10 +15,11 @@ from functools import partial
 import fastai.vision.augment as faug, torch, torch.nn.functional as F
 from fastai.data.transforms import IntToFloatTensor, Normalize
 from fastai.vision.core import TensorImage, TensorMask, TensorPoint
+from torch.utils.weak import WeakIdKeyDictionary
 from ..runtime.device import program_kind
 from ..runtime.transfer import on_xla, send
 from .registry import Loans, replaces
-from .ops import pixel_line, raw, source_pixel, split_matmul
+from .ops import grid_sample_xla, pixel_line, raw, source_pixel, split_matmul
 
 # %% ../../nbs/15_patches.augment.ipynb #drawn-for
 _n_drawn = ContextVar('n_drawn', default=None)
@@ -85,6 +86,22 @@ def _encode_affine(t, stock, x, mode, reverse=False):
     if isinstance(x, TensorMask): x = x.long()
     return x if t.split_idx else torch.where((raw(t.mat)[:,0,0]<0).reshape(-1, *[1]*(x.ndim-1)), x.flip(-1), x)
 
+# %% ../../nbs/15_patches.augment.ipynb #bytes
+_divs = WeakIdKeyDictionary() # Of images that were bytes: their version, and what they were divided by
+
+def _floats(t, stock, name, x, **kwargs):
+    res = stock(name, x, **kwargs)
+    for a,b in zip(*(o if isinstance(o, tuple) else (o,) for o in (x, res))):
+        if isinstance(a, TensorImage) and a.dtype==torch.uint8 and name=='encodes' and t.div: _divs[b] = b._version,t.div
+    return res
+
+def div_of(
+    x, # Images
+):
+    "What `x`, whose values are bytes, was divided by; None if they are other numbers"
+    version,div = _divs.get(x, (None,None))
+    return div if version==x._version else None
+
 # %% ../../nbs/15_patches.augment.ipynb #lent
 def _lent(**fs):
     "What has each of `fs`, called as `f(t, stock, *args)`, stand for the method of its name of a transform `t`"
@@ -94,7 +111,7 @@ def _lent(**fs):
     return _inner
 
 device_tfms = {
-    IntToFloatTensor: None, Normalize: None,
+    IntToFloatTensor: _lent(_call=_floats), Normalize: None,
     faug.AffineCoordTfm: _lent(before_call=_draw_affine, _encode=_encode_affine), faug.SpaceTfm: _lent(before_call=_draw_lighting),
     **dict.fromkeys([faug.Flip, faug.DeterministicFlip, faug.Dihedral, faug.DeterministicDihedral, faug.Rotate, faug.Zoom, faug.Warp, faug._WarpCoord]),
     **dict.fromkeys([faug.Brightness, faug.Contrast, faug.Saturation, faug.Hue]),
@@ -134,10 +151,11 @@ def _shrink(x, d):
 @replaces(faug, '_grid_sample', 'fastai 2.8', 'the extent of the coordinates was read from the device at every batch')
 def _grid_sample(old, x, coords, mode='bilinear', padding_mode='reflection', align_corners=None):
     if not on_xla(x): return old(x, coords, mode=mode, padding_mode=padding_mode, align_corners=align_corners)
-    x,coords = raw(x),raw(coords)
+    div,x,coords = div_of(x),raw(x),raw(coords)
     sample = partial(F.grid_sample, grid=coords, mode=mode, padding_mode=padding_mode, align_corners=align_corners)
     d = min(x.shape[-2]/coords.shape[-2], x.shape[-1]/coords.shape[-1])/2
-    if mode!='bilinear' or d<=1: return sample(x)
+    if mode!='bilinear': return sample(x)
+    if d<=1: return grid_sample_xla(x, coords, mode, padding_mode, bool(align_corners), div)
     return torch.where(d>2/(coords.max()-coords.min()), sample(_shrink(x, d)), sample(x))
 
 # %% ../../nbs/15_patches.augment.ipynb #perspective

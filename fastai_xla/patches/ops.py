@@ -37,16 +37,17 @@ def frozen_norm(
 def _wants_grad(*ts): return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in ts)
 
 @replaces(torch, 'batch_norm', 'torch_xla 2.8-2.9, pytorch/xla 3361',
-    'the running variance was biased: divided by `n` where torch divides by `n-1`; in eval mode the backward pass raised')
+    'the running variance was biased: divided by `n` where torch divides by `n-1`; in eval mode the backward pass raised; autocast gave float32 for bfloat16')
 def _batch_norm(old, input, weight, bias, running_mean, running_var, training, momentum, eps, *args):
     if on_xla(input) and not training and _wants_grad(input, weight, bias): return frozen_norm(input, weight, bias, running_mean, running_var, eps)
     args = momentum,eps,*args
-    if not (training and running_var is not None and on_xla(input)): return old(input, weight, bias, running_mean, running_var, training, *args)
+    if not on_xla(input): return old(input, weight, bias, running_mean, running_var, training, *args)
+    if not training or running_var is None: return old(input, weight, bias, running_mean, running_var, training, *args).to(input.dtype)
     n = input.numel()//input.shape[1]
     var = running_var*((n-1)/n)
     res = old(input, weight, bias, running_mean, var, training, *args)
     running_var.copy_(var*(n/(n-1)))
-    return res
+    return res.to(input.dtype)
 
 # %% ../../nbs/14_patches.ops.ipynb #dispatch
 @replaces(plum.Function, '_resolve_method_with_cache', 'plum-dispatch 2.9 with Python 3.11',
@@ -82,7 +83,7 @@ def source_pixel(
     if padding_mode=='reflection': p = _reflect(p, 0, n-1) if align_corners else _reflect(p, -0.5, n-0.5)
     return p if padding_mode=='zeros' else _clip(p, n-1)
 
-# %% ../../nbs/14_patches.ops.ipynb #products
+# %% ../../nbs/14_patches.ops.ipynb #pieces
 def bf16_pieces(
     x, # Of float32, on an XLA device
     n:int, # Pieces
@@ -104,26 +105,58 @@ def split_matmul(
     (a0,a1),(b0,b1) = bf16_pieces(a, 2),bf16_pieces(b, 2)
     with torch.autocast('xla', enabled=False): return torch.cat([a0,a0,a1], -1) @ torch.cat([b0,b1,b0], -2)
 
-def _tent(p, i): return (1-(p[:,None]-i).abs()).clamp(min=0)
+# %% ../../nbs/14_patches.ops.ipynb #products
+def _tent(p, i): return F.relu(1-(p-i).abs())
 
-def _suits_products(x, grid, mode):
+def _suits_products(x, grid, pieces, mode):
     "Do products take fewer cycles for each pixel than look-ups, by the compiler's estimate for a v5e?"
     _,c,h,w = x.shape
-    return x.dtype!=torch.float64 and not _wants_grad(x, grid) and c*(.5 + h*(.007+4e-5*w))<(22 if mode=='bilinear' else 5.5)
+    return x.dtype!=torch.float64 and not _wants_grad(x, grid) and c*(.5+3e-5*pieces*h*w)<(22 if mode=='bilinear' else 5.5)
 
-def _sampled_by_products(x, px, py, mode):
-    "The pixels of the images `x` at `px` and `py`: over columns a matrix product with weights in pieces, and over rows a sum"
+def _windows(n, size, k, device):
+    "A matrix that makes of `n` pixels `k` windows of `size+1`; the last pixel of one is the first of the next"
+    i = torch.arange(k*(size+1), device=device, dtype=torch.int32)
+    return ((i//(size+1)*size + i%(size+1))[:,None]==torch.arange(n, device=device, dtype=torch.int32)).float()
+
+def _in_window(p, size, k):
+    "Which of `k` windows holds the place `p`, and where in it"
+    first = (p/size).floor().clamp(0, k-1)
+    return first,p-first*size
+
+def _window_sides(h, w, pieces):
+    "Height and width of windows, no smaller than that a product over those of all pieces stays in a TPU's fast memory, and their numbers"
+    y = x = 2
+    while True:
+        ky,kx = [max(1, -(-(o-1)//b)) for o,b in ((h, y), (w, x))]
+        if pieces*ky*kx<=512: return y,x,ky,kx
+        y,x = (2*y,x) if y==x else (y,y)
+
+def _patches(x, y, w, ky, kx):
+    "Of the images `x` the `ky*kx` windows of `y+1` by `w+1` pixels, in the last dim"
+    n,c,*size = x.shape
+    x = _windows(size[0], y, ky, x.device) @ x @ _windows(size[1], w, kx, x.device).T
+    return x.reshape(n, c, ky, y+1, kx, w+1).permute(0,1,3,5,2,4).reshape(n, c, -1, ky*kx)
+
+def _sampled_by_products(x, px, py, pieces):
+    "The pixels of the images `x` at `px` and `py`: a product picks for each a patch of the image, in so many pieces, of which a sum is taken"
     (n,c,h,w),size = x.shape,px.shape[1:]
-    if nearest := mode=='nearest': px,py = px.round(),py.round()
-    px,py = px.reshape(n, -1),py.reshape(n, -1)
-    i = torch.arange(3*w, device=x.device, dtype=torch.int32)[:,None]
-    cols,rows = _tent(px, i%w),_tent(py, torch.arange(h, device=x.device, dtype=torch.int32)[:,None])
-    hi = (cols*256).round()/256
-    a,*bs = bf16_pieces(widen(x), 3 if nearest else 2)
-    pixels = torch.cat([a,*bs] if nearest else [a,a,*bs], 3)
-    if not nearest: cols = torch.where(i//w==1, cols-hi, hi)
-    with torch.autocast('xla', enabled=False): res = [(pixels[:,k]@cols*rows).sum(1) for k in range(c)]
-    return torch.stack(res, 1).reshape(n, c, *size).to(x.dtype)
+    sy,sx,ky,kx = _window_sides(h, w, pieces)
+    (first_y,fy),(first_x,fx) = [_in_window(p.reshape(n, -1), b, k) for p,b,k in ((py, sy, ky), (px, sx, kx))]
+    i = torch.arange(pieces*ky*kx, device=x.device, dtype=torch.int32)[:,None]%(ky*kx)
+    m = torch.arange((sy+1)*(sx+1), device=x.device, dtype=torch.int32)[:,None]
+    def summed(patches, fy, fx):
+        picked = torch.einsum('ncmk,nkp->ncmp', patches, (i==(first_y*kx+first_x).int()[:,None]).float())
+        fy,fx = [o[:,None,None].expand(n, picked.shape[1], 1, -1) for o in (fy,fx)] # for each channel, or XLA would store the weights
+        return (picked*(_tent(fy, m//(sx+1))*_tent(fx, m%(sx+1)))).sum(2)
+    with torch.autocast('xla', enabled=False):
+        patches = torch.cat([_patches(o, sy, sx, ky, kx) for o in bf16_pieces(x, pieces)], 3)
+        return torch.cat([summed(o, fy, fx) for o in patches.split(max(1, 256//len(m)), 1)], 1).reshape(n, c, *size)
+
+def _by_products(x, px, py, pieces, mode, div):
+    "As `grid_sample_xla`; `x*div` are whole numbers up to 255, if `div` is given"
+    if mode=='nearest': px,py = px.round(),py.round()
+    if div: return _sampled_by_products((x*div).round(), px, py, 1)/div
+    return _sampled_by_products(widen(x), px, py, pieces).to(x.dtype)
 
 # %% ../../nbs/14_patches.ops.ipynb #grid-sample
 def _picked(x, ix, iy):
@@ -141,13 +174,15 @@ def grid_sample_xla(
     mode:str='bilinear', # 'bilinear' or 'nearest'
     padding_mode:str='zeros', # What lies outside: 'zeros', 'border' or 'reflection'
     align_corners:bool=False, # Do -1 and 1 stand for the centres of the corner pixels, not for their outer edges?
+    div:float=None, # `x` is bytes divided by it; None: any numbers
 ):
     "`F.grid_sample` by `index_select` and elementwise formulas, or for a TPU by matrix products where they are faster"
     if mode not in ('bilinear','nearest'):
         raise ValueError(f"`grid_sample_xla` can look up by 'bilinear' or 'nearest'. Got {mode!r}: bring the tensors to the host for that.")
     x,grid = raw(x),raw(grid)
     px,py = [source_pixel(grid[...,i], n, padding_mode, align_corners) for i,n in enumerate((x.shape[3],x.shape[2]))]
-    if program_kind()=='TPU' and _suits_products(x, grid, mode): return _sampled_by_products(x, px, py, mode)
+    pieces = 1 if div or x.dtype is torch.bfloat16 else 2 if mode=='bilinear' else 3
+    if program_kind()=='TPU' and _suits_products(x, grid, pieces, mode): return _by_products(x, px, py, pieces, mode, div)
     pick = partial(_picked, x.permute(0,2,3,1))
     if mode=='nearest': return pick(px.round(), py.round()).permute(0,3,1,2)
     x0,y0 = px.floor(),py.floor()
