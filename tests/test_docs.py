@@ -35,7 +35,7 @@ def site(tmp_path_factory):
 
 def test_every_notebook_has_a_page_of_its_own(site):
     found = docs.pages()
-    assert set(found) == {*nbs.glob('*.ipynb'), *nbs.glob('guide/*.ipynb'), *nbs.glob('tutorials/*.ipynb')}
+    assert set(found) == {*nbs.glob('*.ipynb'), *nbs.glob('guide/*.ipynb'), *nbs.glob('tutorials/*.ipynb'), *nbs.glob('platforms/*.ipynb')}
     assert len(set(found.values())) == len(found)
     for path,page in found.items():
         title = re.match(r'# (.+)', docs.text(docs.load(path)[0]['source']))[1]

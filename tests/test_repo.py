@@ -30,7 +30,7 @@ def run(*args, **kw): return subprocess.run([*map(str, args)], capture_output=Tr
 
 here = House(root, cfg['lib_path'], cfg['nbs_path'])
 api = here.notebooks
-shown = sorted(nbs.glob('guide/*.ipynb')) + sorted(nbs.glob('tutorials/*.ipynb'))
+shown = [p for o in ('guide','tutorials','platforms') for p in sorted((nbs/o).glob('*.ipynb'))]
 everything = api + [nbs/'index.ipynb'] + shown
 def by_hand(): return [Path('__init__.py'), Path('__main__.py'), Path('all.py'), *(Path(o)/'__init__.py' for o in here.chapters)]
 
@@ -77,7 +77,7 @@ def test_guide_and_tutorials_are_executed():
         cells = [o for o in code(load(path)) if src(o).strip()]
         assert not cells or any(o['outputs'] for o in cells), f'{path.name} is stored without having been run: make tutorials'
 
-@pytest.mark.parametrize('path', [nbs/'guide/quickstart.ipynb', *sorted(nbs.glob('tutorials/*.ipynb'))], ids=lambda o: o.name)
+@pytest.mark.parametrize('path', [o for o in shown if o.parent.name!='guide' or o.stem=='quickstart'], ids=lambda o: o.name)
 def test_opens_elsewhere(path):
     "The links at the top are those of this notebook, and say what to install"
     top,at = '\n'.join(map(src, load(path)['cells'][:2])), f'{cfg["git_url"].split("github.com/")[1]}/blob/main/{path.relative_to(root)}'

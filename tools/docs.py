@@ -28,17 +28,17 @@ def module_of(path):
 guide = 'quickstart','forms','travel','speed','memory','checkpoints','hosts','porting'
 
 def pages():
-    "Each notebook with the name of its page: the index, the guide, the tutorials, the rest, and the modules in the order of their numbers"
+    "Each notebook with the name of its page: the index, the guide, the notebooks for platforms, the tutorials, the rest, and the modules in the order of their numbers"
     def named(folder, order=()): return sorted(nbs.glob(f'{folder}/*.ipynb'), key=lambda o: (order.index(o.stem) if o.stem in order else len(order), o.stem))
     api,rest = sorted(nbs.glob('[0-9]*.ipynb')), [o for o in sorted(nbs.glob('[a-z]*.ipynb')) if o.stem!='index']
-    res = {o: f'{o.parent.name}/{o.stem}.md' for o in [*named('guide', guide), *named('tutorials')]} | {o: f'{o.stem}.md' for o in rest}
+    res = {o: f'{o.parent.name}/{o.stem}.md' for o in [*named('guide', guide), *named('platforms'), *named('tutorials')]} | {o: f'{o.stem}.md' for o in rest}
     return {nbs/'index.ipynb': 'index.md'} | res | {o: f'{module_of(o)}.md' for o in api}
 
 def contents(names):
-    "The table of contents of pages with these `names`: the guide, ending in what goes wrong; the tutorials; and the modules under the name of their chapter"
-    api,res = {},dict(Home='index.md', Guide=[], Tutorials=[])
+    "The table of contents of pages with these `names`: the guide, ending in what goes wrong; the notebooks for platforms; the tutorials; and the modules under the name of their chapter"
+    api,res = {},dict(Home='index.md', Guide=[], Platforms=[], Tutorials=[])
     for o in names:
-        if o.startswith(('guide/','tutorials/')): res[o.split('/')[0].capitalize()].append(o)
+        if o.startswith(('guide/','platforms/','tutorials/')): res[o.split('/')[0].capitalize()].append(o)
         elif o=='troubleshooting.md': res['Guide'].append(o)
         elif o.count('.')>1: api.setdefault(o.split('.')[0].replace('_', ' ').capitalize(), []).append(o)
         elif o=='cli.md': api[o] = o

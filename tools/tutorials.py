@@ -1,4 +1,4 @@
-"Run the guide and the tutorials from top to bottom and store their outputs, without warnings and what else names the machine: `make tutorials`."
+"Run the guide, the tutorials and the notebooks for platforms from top to bottom and store their outputs, without warnings and what else names the machine: `make tutorials`."
 import re, sys, tempfile
 from pathlib import Path
 
@@ -20,4 +20,4 @@ def run(path):
     nbformat.write(nb, path)
 
 if __name__ == '__main__':
-    for path in map(Path, sys.argv[1:] or sorted([*nbs.glob('guide/*.ipynb'), *nbs.glob('tutorials/*.ipynb')])): run(path)
+    for path in map(Path, sys.argv[1:] or [p for o in ('guide','tutorials','platforms') for p in sorted((nbs/o).glob('*.ipynb'))]): run(path)
