@@ -1,5 +1,6 @@
 "Steps that are run again equal steps that are traced, to the last bit; those that are not the same each time are traced, are right, and say why."
 import os, random, signal, tempfile
+from copy import deepcopy
 import numpy as np, pytest
 from synth import *
 from fastai.callback.fp16 import MixedPrecision
@@ -180,6 +181,17 @@ def test_nan_guard_stops_in_steps_that_are_run_again():
     with learn.no_bar(),learn.no_logging(),pytest.raises(NotFinite, match='Batch 10 of this fit'): learn.fit(1)
     assert learn.replay.n_replayed>=6
 
+def test_two_of_one_origin():
+    "A scalar that was sent may be in torch_xla's cache of scalars, so its memory is given to nobody"
+    first = learner()
+    with first.no_bar(),first.no_logging(): first.fit(1, 1e-2)
+    def train(learn):
+        set_seed(3)
+        one_cycle(learn)
+    got = [outcome(deepcopy(first), True, train) for _ in range(2)]
+    same(*got)
+    eq(int(got[0][2]['1.num_batches_tracked']), 30)
+
 def test_new_optimizer_state():
     "State that is replaced within an epoch is not taken for the one before"
     class Replaces(Callback):
@@ -318,6 +330,12 @@ def test_traced_for_a_reason(name):
     make,why = refused[name]
     learn = both(make)
     assert learn.replay.n_replayed==0 and why in repr(learn.replay), learn.replay
+
+def test_a_replica_is_traced():
+    learn = learner(cbs=[TPUDistributedTrainer(), GradientReducer()])
+    with learn.no_bar(),learn.no_logging(): learn.fit(1, 1e-2)
+    eq(learn.replay.n_replayed, 0)
+    assert 'replicas would have to decide alike' in repr(learn.replay), learn.replay
 
 def test_a_loss_that_depends_on_the_epoch():
     "Each epoch begins with a step that is traced and compared"

@@ -25,13 +25,16 @@ def pending(
     ts, # XLA tensors
 ):
     "Those of `ts` that are not computed yet"
-    return [t for t,u in zip(ts, _lib()._check_tensor_need_materialization(ts)) if u] if ts else []
+    try: todo = _lib()._check_tensor_need_materialization(ts) if ts else []
+    except RuntimeError: return [t for o in ts for t in pending([o])] if len(ts)>1 else [] # one has neither a value nor a graph
+    return [t for t,u in zip(ts, todo) if u]
 
 def n_pending(
     device, # XLA device
 ):
-    "How many of the tensors on `device` are not computed yet, those that Python does not see too"
-    return sum(_lib()._check_device_tensor_need_materialization(str(device)))
+    "How many of the tensors on `device` are not computed yet, those that Python does not see too; 1 where one can't be"
+    try: return sum(_lib()._check_device_tensor_need_materialization(str(device)))
+    except RuntimeError: return 1
 
 # %% ../../nbs/44_train.capture.ipynb #forms
 def _is_meta(t): return isinstance(t, torch.Tensor) and t.device.type=='meta'
@@ -146,7 +149,7 @@ class StepTracer:
         ids,self.values = _lib()._get_tensors_xla_device_data_node(self.roots)
         sources = tuple(('seed',0) if i==_lib()._get_seed_info_id() else self.slots.get(i, ('const',j)) for j,i in enumerate(ids))
         from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config # not above: rooms can be imported where torch_xla is missing
-        for v,(w,k) in zip(self.values, sources): _lib()._set_buffer_donation(v, w=='state' and k in written)
+        for v,(w,k) in zip(self.values, sources): _lib()._set_buffer_donation(v, w=='state' and k in written and v.ndim>0) # torch_xla caches scalars
         with alias_with_buffer_donor_config(True):
             key = _lib()._get_graph_hash(self.roots)
             _lib()._xla_warm_up_cache(self.roots, []) # compiles, unless it is known

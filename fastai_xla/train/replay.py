@@ -182,7 +182,7 @@ class StepReplay(StepTracing):
         "Lend `learn` steps that are run again, unless something stands against it"
         self.ran,self.waiting = False,waiting
         if not getattr(learn, 'epoch', 0): self.odd,self.n_new = None,0 # what was in the way of the last fit may be gone
-        self.why = (why or self.odd or step_code(learn)) if self.on else '`replay=True` was not asked for'
+        self.why = why or ((self.odd or step_code(learn)) if self.on else '`replay=True` was not asked for')
         if self.why: return
         self.capture,self.parts = StepCapture(device),ReplayParts(learn, waiting)
         for p in self.plans.values(): p.checked = False
