@@ -51,7 +51,7 @@ CASES = [ # what is called, and of its arguments the wrong values
     (make_mesh, dict(replica=count_or_none, fsdp=count_or_none, n=count_or_none, model=count_or_none)),
     (ShardRule, dict(pattern=but('a'), axes=but('a', []), min_size=at_least_0), dict(pattern='a')),
     (infer_sharding, dict(model=WRONG, mesh=WRONG, rules=but([])), dict(model=linear(), mesh=mesh())),
-    (sharded, dict(replica=count_or_none, fsdp=count_or_none, rules=but([]), grad_ckpt=bit, scan=bit, mark_step=bit, partition_norms=but(0, None),
+    (sharded, dict(replica=count_or_none, fsdp=count_or_none, rules=but([]), grad_ckpt=bit, scan=bit, mark_step=bit, replay=bit, partition_norms=but(0, None),
         batch_tfms=WRONG, fetch_every=but(0, 1.5), model=count_or_none)),
     (CheckpointStore, dict(path=place, keep=count, allow_pickle=bit), dict(path='a')),
     (KeepPolicy, dict(newest=count, best=at_least_0, every=at_least_0, monitor=but('a'), mode=but(None))),

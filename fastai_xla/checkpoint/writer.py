@@ -47,7 +47,7 @@ class CheckpointError(RuntimeError): "A checkpoint could not be written"
 
 class CheckpointFiles(XLACallback):
     "Writes what it is given, in the background"
-    order,lease = 1100,None # after the events of a pool, which exchange something at the end of an epoch
+    order,lease,replayable = 1100,None,True # after the events of a pool, which exchange something at the end of an epoch
 
     def _say(self, msg):
         if is_main(): print(msg)

@@ -58,7 +58,7 @@ def sync_running_stats(
 # %% ../../nbs/64_distributed.trainer.ipynb #steps
 class ShareTrainer(TPUTrainer):
     "Run this rank's share of each step, with the loss and the metrics of all ranks"
-    meters,alone = (),False
+    meters,alone,traced = (),False,'replicas would have to decide alike before each step, and their collectives may cut its graph'
     def _loader(self, dl, pad, **kwargs): return ShardedDL(dl, self.device, train=not pad, pad=pad, **kwargs)
 
     def align(self):

@@ -74,10 +74,13 @@ def uncount_steps(
 # %% ../../nbs/94_monitor.nan_guard.ipynb #guard
 class BadStepWatch(Callback):
     "Looks at the gradients of each step, and masks those that are not to count"
-    order,run_valid = GradientAccumulation.order+2,False
+    order,run_valid,replay_parts = GradientAccumulation.order+2,False,('steps',)
     def __init__(self,
         action:str='stop', # 'stop' with an error, or 'skip' steps with gradients that are not finite
     ): self.action,self.n_skipped,self.steps,self.kept = check_choice('action', action, ('stop','skip')),0,None,None
+
+    @property
+    def replayable(self): return self.action=='stop' # a step that is left out is known to the host, later
 
     def before_fit(self):
         self.n_skipped,self.steps,self.kept,self.n_seen = 0,None,None,0

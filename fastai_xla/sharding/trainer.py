@@ -107,17 +107,18 @@ def to_tpu_sharded(self:Learner,
     partition_norms:bool|None=None, # Norm layers that XLA's partitioner can split, instead of torch_xla's? None: on a CPU; a TPU's splits torch_xla's
     batch_tfms:str='auto', # Where batch transforms run: 'auto', 'host' or 'device'; see `TfmPlacement`
     fetch_every:float=1., # Seconds between two fetches of losses and metrics for the progress bar
+    replay:bool=False, # Run training steps again that are known to be the same, without tracing them? See `StepReplay`
     **axes:int, # Sizes of other mesh axes, for rules to use
 ):
     "Train by one program on every TPU core (or XLA's CPU devices where there is no TPU) from now on"
-    for k,v in dict(grad_ckpt=grad_ckpt, scan=scan, mark_step=mark_step).items(): check_bool(k, v)
+    for k,v in dict(grad_ckpt=grad_ckpt, scan=scan, mark_step=mark_step, replay=replay).items(): check_bool(k, v)
     check_bool('partition_norms', partition_norms, none=True)
     as_rules(rules)
     check_process()
     sizes = dict(replica=replica, fsdp=fsdp, **axes)
     mesh = make_mesh(n=n_devices_for(sizes), **sizes)
     runner = BlockRunner(scan, mark_step) if grad_ckpt or scan or mark_step else None
-    cb = TPUShardedTrainer(mesh, rules, partition_norms, runner, batch_tfms=batch_tfms, fetch_every=fetch_every)
+    cb = TPUShardedTrainer(mesh, rules, partition_norms, runner, batch_tfms=batch_tfms, fetch_every=fetch_every, replay=replay)
     for m in learner_modules(self): infer_sharding(m, mesh, rules)
     if runner: runner.plan(self.model)
     _warn_bs(getattr(self.dls.train, 'bs', None), mesh.n_data)

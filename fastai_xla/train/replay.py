@@ -8,49 +8,46 @@ Docs: https://fastai-xla.github.io/fastai_xla/train.replay.html.md"""
 __all__ = ['ReplayParts', 'StepTracing', 'StepReplay']
 
 # %% ../../nbs/46_train.replay.ipynb #imports
-from dataclasses import dataclass
-from typing import NamedTuple
 import torch
+from itertools import chain
 from fastai.basics import Learner
 from fastai.callback.fp16 import MixedPrecision
+from fastai.optimizer import Lookahead
 from fastcore.all import patch
 from ..runtime.device import xm
 from ..runtime.counts import n_runs
 from ..runtime.transfer import map_tensors, tensors_of
 from ..runtime.args import check_bool, check_int
-from .move import learner_modules, placed_tensors
+from .move import learner_modules, opt_states, placed_tensors
 from .optimizer import count_step, sent_numbers
 from .meters import DeviceMetric
 from .effects import first_change, host_state, kept_of_step, module_internals, step_code, users_functions
-from .capture import filled, shell_of, pending, StepCapture, StepProgram, tensor_id, tensors_in, xla_tensors
+from .capture import filled, pending, shape_of, shell_of, StepCapture, StepGiven, StepLeft, StepPlan, tensor_id, tensors_in, xla_tensors
 
 # %% ../../nbs/46_train.replay.ipynb #plan
-class _Given(NamedTuple):
-    "A tensor that a traced step was given"
-    t:torch.Tensor
-    place:tuple # (name of the owner, attribute)
-    shape:tuple
-
-class _Left(NamedTuple):
-    "An attribute as a step leaves it"
-    place:tuple
-    form:object # See `shell_of`
-    sources:list # Where each of its tensors comes from: ('out'|'given'|'state', index)
-
-@dataclass
-class _Plan:
-    "How the steps of one kind are run again"
-    program:StepProgram
-    places:list # Of what a step takes
-    shapes:list # Of its tensors
-    left:list # Of `_Left`
-    seen:int=1 # Traced steps in a row that were this program
-    checked:bool=True # Was one of them in this epoch?
-    since:int=0 # Steps that were run since
-
-def _shape(t): return t.shape,t.dtype
-
 def _ids(f): return [id(getattr(f, k, None)) for k in ('__self__','__func__')] if hasattr(f, '__func__') else [id(f)]
+
+def _leave_autocast(learn):
+    "What `MixedPrecision.before_batch` has entered is left by an event within the batch"
+    for cb in learn._grab_cbs(MixedPrecision): cb.after_loss()
+
+def _stepper(opt): return opt.opt if isinstance(opt, Lookahead) else opt
+
+def _step_kind(opt):
+    "What decides which of several programs the next step of `opt` is"
+    return (opt.k,opt.alpha,(opt.count+1)%opt.k==0,opt.slow_weights is None) if isinstance(opt, Lookahead) else ()
+
+def _count_step(opt):
+    if (numbers := count_step(_stepper(opt))) is not None and isinstance(opt, Lookahead): opt.count += 1
+    return numbers
+
+def _owners(learn, mods):
+    "Who has attributes that a step may take or leave, by name; `replay_parts` of a callback names those of its own that are objects"
+    mets = [m for m in getattr(getattr(learn, 'recorder', None), '_train_mets', ()) if isinstance(m, DeviceMetric)]
+    named = {'learn': learn, 'loss_func': learn.loss_func}
+    for kind,os in dict(cb=learn.cbs, metric=mets, module=mods).items(): named.update({(kind,i): o for i,o in enumerate(os)})
+    named.update({('cb',i,k): getattr(cb, k) for i,cb in enumerate(learn.cbs) for k in getattr(type(cb), 'replay_parts', ())})
+    return {k: vars(o) for k,o in named.items() if hasattr(o, '__dict__')}
 
 # %% ../../nbs/46_train.replay.ipynb #parts
 class ReplayParts:
@@ -62,17 +59,20 @@ class ReplayParts:
         self.mods = list(dict.fromkeys(m for o in learner_modules(learn) for m in o.modules()))
         self.params = [p for m in self.mods for p in m._parameters.values() if p is not None]
         self.state = list({id(t): t for t in (*placed_tensors(learn).values(), *waiting)}.values())
-        mets = [m for m in getattr(getattr(learn, 'recorder', None), '_train_mets', ()) if isinstance(m, DeviceMetric)]
-        named = {'learn': learn, 'loss_func': learn.loss_func}
-        for kind,os in dict(cb=learn.cbs, metric=mets, module=self.mods).items(): named.update({(kind,i): o for i,o in enumerate(os)})
-        self.owners = {k: vars(o) for k,o in named.items() if hasattr(o, '__dict__')}
+        self.ids,self.owners = {id(t) for t in self.state},_owners(learn, self.mods)
 
     def key(self, learn):
         "What the host can see of a step at little cost"
-        made_of = [id(o) for m in self.mods for o in (*m._modules.values(), *m._parameters.values())]
+        made_of = [id(o) for m in self.mods for o in (*m._modules.values(), *m._parameters.values(), *m._buffers.values())]
         flags = [(m.training, len(m._forward_hooks), len(m._forward_pre_hooks)) for m in self.mods]
-        return (*map(_shape, tensors_of([*learn.xb, *learn.yb])), learn.dl.n_real, torch.is_autocast_enabled('xla'),
-            id(learn.opt), *_ids(learn.loss_func), len(self.state), *made_of, *flags, *(p.requires_grad for p in self.params))
+        return (*map(shape_of, tensors_of([*learn.xb, *learn.yb])), learn.dl.n_real, torch.is_autocast_enabled('xla'),
+            id(learn.opt), *_step_kind(learn.opt), *_ids(learn.loss_func), len(self.state), *made_of, *flags, *(p.requires_grad for p in self.params))
+
+    def is_state_of(self, learn):
+        "Has the optimizer the state that it had?"
+        kept = (*(v for st in opt_states(learn.opt) for s in st.values() for v in s.values() if isinstance(v, torch.Tensor) and v.device.type=='xla'),
+            *chain(*(getattr(learn.opt, 'slow_weights', None) or ())))
+        return all(id(t) in self.ids for t in kept)
 
     def found(self):
         "Each attribute that has tensors of the device, as (place, tensors)"
@@ -81,7 +81,7 @@ class ReplayParts:
     def tensors(self, place): return xla_tensors(self.owners[place[0]].get(place[1]))
 
     def left(self, given):
-        "What a traced step leaves besides the state: its tensors that are to be computed, and a list of `_Left`; None where one is of unknown origin"
+        "What a traced step leaves besides the state: its tensors that are to be computed, and a list of `StepLeft`; None where one is of unknown origin"
         written = {id(t) for t in pending([o.t for o in given])}
         known = {tensor_id(o.t): ('given',i) for i,o in enumerate(given) if id(o.t) not in written}
         known.update({tensor_id(t): ('state',i) for i,t in enumerate(self.state)})
@@ -93,7 +93,7 @@ class ReplayParts:
             sources = [known.get(tensor_id(t)) for t in ts]
             if place[0][0]!='metric' and not any(o and o[0]=='out' for o in sources): continue
             if None in sources: return outs,None
-            left.append(_Left(place, shell_of(self.owners[place[0]][place[1]]), sources))
+            left.append(StepLeft(place, shell_of(self.owners[place[0]][place[1]]), sources))
         return outs,left
 
     def fill(self, left, outs, given):
@@ -101,42 +101,25 @@ class ReplayParts:
         where = dict(out=outs, given=given, state=self.state)
         for (name,k),form,sources in left: self.owners[name][k] = filled(form, iter([where[w][i] for w,i in sources]))
 
-# %% ../../nbs/46_train.replay.ipynb #planned
-def _leave_autocast(learn):
-    "What `MixedPrecision.before_batch` has entered is left by an event within the batch"
-    for cb in learn._grab_cbs(MixedPrecision): cb.after_loss()
-
-def _plan_of(program, given, left):
-    used = {given[k].place for w,k in (*program.sources, *(s for o in left for s in o.sources)) if w=='given'}
-    kept = [i for i,o in enumerate(given) if o.place in used]
-    new = {('given',i): ('given',j) for j,i in enumerate(kept)}
-    program = program._replace(sources=tuple(new.get(s, s) for s in program.sources))
-    left = [o._replace(sources=[new.get(s, s) for s in o.sources]) for o in left]
-    return _Plan(program, list(dict.fromkeys(given[i].place for i in kept)), [given[i].shape for i in kept], left)
-
-def _difference(plan, old):
-    "How the step of `plan` differs from that of `old`, in words; None if it doesn't"
-    how = plan.program.differs(old and old.program)
-    if how or (plan.places,plan.shapes)==(old.places,old.shapes): return how
-    return 'it takes other tensors'
-
 # %% ../../nbs/46_train.replay.ipynb #tracing
 class StepTracing:
     "Makes plans of the steps that are traced"
     def __init__(self):
         self.plans,self.why,self.odd,self.open,self.differs,self.ran = {},None,None,None,None,False
-        self.n_traced = self.n_replayed = self.n_changes = 0
+        self.n_traced = self.n_replayed = self.n_changes = self.n_new = 0
 
     def __repr__(self):
         n = f'{self.n_replayed} of {self.n_replayed+self.n_traced} training steps were run again without tracing'
         return f'{n}; they are traced because {self.why}' if self.why else n
 
+    def let_go(self): self.capture = self.parts = self.open = self.waiting = None # a tensor that a failed graph has left spoils every later graph
+
     def _begin(self, learn):
         "Before a step is traced"
-        self.capture.rest(learn.dl.sync)
         self.parts = parts = ReplayParts(learn, self.waiting)
+        self.capture.rest(learn.dl.sync, parts.state)
         self.key,self.functions = parts.key(learn),users_functions(learn)
-        self.open = [_Given(t, place, _shape(t)) for place,ts in parts.found() for t in ts]
+        self.open = [StepGiven(t, place, shape_of(t)) for place,ts in parts.found() for t in ts]
         self.capture.begin(parts.state, [o.t for o in self.open])
         self.host,self.runs = host_state(learn, self.functions),n_runs()
 
@@ -150,9 +133,9 @@ class StepTracing:
         if why := self._why_no_program(learn, left):
             self.why = self.odd = why
             return False
-        try: program = learn.dl.sync(lambda: self.capture.program(outs, [sent_numbers(learn.opt)]))
+        try: program = learn.dl.sync(lambda: self.capture.program(outs, [sent_numbers(_stepper(learn.opt))]))
         except ValueError: return False # the compiler refuses it, and says so again
-        self._note(_plan_of(program, given, left), changed)
+        self._note(StepPlan.of(program, given, left), changed)
         parts.fill(left, learn.dl.sync(lambda: self.capture.finish(program)), [o.t for o in given])
         learn.loss_grad = learn.loss
         return True
@@ -160,19 +143,21 @@ class StepTracing:
     def _note(self, plan, changed):
         "Remember a traced step; after several that have `changed` something on the host, give up"
         old = self.plans.get(self.key)
-        self.differs = _difference(plan, old)
+        self.differs = plan.differs(old)
         plan.seen = 0 if changed else 1 if self.differs else old.seen+1
         self.plans[self.key],self.n_changes = plan,(self.n_changes+1 if changed else 0)
+        self.n_new = self.n_new+1 if self.differs else 0
+        if self.n_new>=5*self.confirm: self.why = self.odd = f'no step is like the one before: {self.differs}'
         if self.n_changes>self.confirm: self.why = self.odd = f'a step changes {changed}'
 
     def _why_no_program(self, learn, left):
         "What keeps a traced step from being one program, in words"
-        if sent_numbers(learn.opt) is None: return f'the step of {type(learn.opt).__name__} is not one operation on the device'
+        if sent_numbers(_stepper(learn.opt)) is None: return f'the step of {type(learn.opt).__name__} is not one operation on the device'
         if n_runs()!=self.runs: return 'a step runs in several programs'
         if left is None: return 'a step sends tensors of its own'
         ctx = xm._get_device_context()
         if getattr(ctx, 'step_closures', ()) or getattr(ctx, 'async_step_closures', ()): return 'a step adds closures, which must run in each'
-        return kept_of_step(self.parts.state, [t for _,ts in self.parts.found() for t in ts])
+        return kept_of_step(self.parts.state, [t for _,ts in self.parts.found() for t in ts], self.capture.taken)
 
 # %% ../../nbs/46_train.replay.ipynb #replay
 class StepReplay(StepTracing):
@@ -192,17 +177,16 @@ class StepReplay(StepTracing):
         device, # XLA device
         loans, # `Loans`, which give its steps back
         waiting=(), # From `make_state_ahead`
+        why=None, # Why this cannot be done where `learn` trains, in words
     ):
         "Lend `learn` steps that are run again, unless something stands against it"
         self.ran,self.waiting = False,waiting
-        if not getattr(learn, 'epoch', 0): self.odd = None # what was in the way of the last fit may be gone
-        self.why = (self.odd or step_code(learn)) if self.on else '`replay=True` was not asked for'
+        if not getattr(learn, 'epoch', 0): self.odd,self.n_new = None,0 # what was in the way of the last fit may be gone
+        self.why = why or ((self.odd or step_code(learn)) if self.on else '`replay=True` was not asked for')
         if self.why: return
         self.capture,self.parts = StepCapture(device),ReplayParts(learn, waiting)
         for p in self.plans.values(): p.checked = False
         loans.lend(learn, '_do_one_batch', self._one_batch)
-
-    def let_go(self): self.capture = self.parts = self.open = self.waiting = None # a tensor that a failed graph has left spoils every later graph
 
     def _one_batch(self, learn, stock):
         if self.why or not learn.training or not len(learn.yb): return stock()
@@ -214,9 +198,9 @@ class StepReplay(StepTracing):
     def _run(self, learn, plan):
         "Run a step again; False if something is not as it was"
         given = [t for o in plan.places for t in self.parts.tensors(o)]
-        if [_shape(t) for t in given]!=plan.shapes: return False
-        self.capture.rest(learn.dl.sync)
-        if (numbers := count_step(learn.opt)) is None: return False
+        if [shape_of(t) for t in given]!=plan.shapes or not self.parts.is_state_of(learn): return False
+        self.capture.rest(learn.dl.sync, [self.parts.state[k] for k in plan.program.written])
+        if (numbers := _count_step(learn.opt)) is None: return False
         res = learn.dl.sync(lambda: self.capture.run(plan.program, self.parts.state, given, [numbers]))
         self.parts.fill(plan.left, res, given)
         learn.loss_grad = learn.loss

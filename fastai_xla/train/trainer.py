@@ -59,7 +59,7 @@ class BatchEnds(OnDevice):
 # %% ../../nbs/49_train.trainer.ipynb #trainer
 class TPUTrainer(BatchEnds):
     "Train an unmodified `Learner` on one XLA device"
-    replayable = True
+    replayable,traced = True,None # `traced`: why no step is run again, in words
     def before_fit(self):
         assert defaults.use_cuda is not False, ("`default_device(False)` makes fastai put every batch on the CPU: "
             "call `default_device(-1)` or `learn.detach_tpu()`.")
@@ -83,7 +83,7 @@ class TPUTrainer(BatchEnds):
     def before_train(self):
         if len(self.dl)==0: raise ValueError(_no_batches(self.dl))
         self._start(pad=False)
-        self.replay.start(self.learn, self.device, self.loans, make_state_ahead(self.opt))
+        self.replay.start(self.learn, self.device, self.loans, make_state_ahead(self.opt), self.traced)
 
     def before_validate(self):
         if not self.at_home: self._start(pad=True)
