@@ -208,7 +208,7 @@ def _timed_epoch(learn, sums):
     waited = getattr(dl, 'waited', 0.)
     yield
     n = getattr(learn, 'train_iter', 0)-n
-    if not n or n!=learn.iter+1: return # no batch, or a checkpoint has passed over some
+    if not n or n!=getattr(learn, 'iter', -1)+1: return # no batch, or a checkpoint has passed over some
     waited = getattr(learn.dl, 'waited', 0.)-(waited if learn.dl is dl else 0.)
     times = step_times(start, read_clocks(), waited, n_here)
     sums.append({**_sums, **times, 'steps': n, 'samples': _n_done(learn.dl, n), 'core_seconds': times['seconds']*n_cores})
