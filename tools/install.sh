@@ -14,6 +14,6 @@ if ! "$venv/bin/python" -c 'import torch_xla' >/dev/null 2>&1; then
 fi
 touch "$venv/.installing"
 export UV_HTTP_TIMEOUT="${UV_HTTP_TIMEOUT:-180}"
-"$venv/bin/python" -m pip install -q 'uv>=0.5' 2>/dev/null && "$venv/bin/uv" pip install -q --python "$venv/bin/python" "$@" 2>"$venv/.installing" || \
+"$venv/bin/python" -m pip install -q 'uv>=0.5' 2>/dev/null && "$venv/bin/uv" pip install -q --compile-bytecode --python "$venv/bin/python" "$@" 2>"$venv/.installing" || \
   "$venv/bin/python" -m pip install -q "$@" || { code=$?; rm -f "$venv/.installing"; echo "pip could not install: $*" >&2; exit $code; }
 rm -f "$venv/.installing"
