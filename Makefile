@@ -15,7 +15,7 @@ help:
 	@echo 'make bench         what the host does in a step, beside a hand-written torch_xla loop and others: table and bench.json'
 	@echo 'make compile-all   every family of programs through the compiler of a TPU, at full effort (no TPU needed): a table'
 	@echo 'make nbs           export modules from the notebooks, clean the notebooks, render README.md'
-	@echo 'make tutorials     run the guide and the tutorials and store their outputs'
+	@echo 'make tutorials     run the guide, the tutorials and the notebooks for platforms and store their outputs'
 	@echo 'make docs          the documentation as a static site, in _docs'
 	@echo 'make dist          wheel and source distribution, in dist'
 	@echo 'make clean         remove what the other targets made, environments too'

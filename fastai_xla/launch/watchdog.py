@@ -22,7 +22,7 @@ class Report:
     "Where one replica is"
     where:str # As it says itself: see `tell_where`
     waits:tuple|None # The collective that it waits in, and the ranks that it waits for, where that is known
-    stack:list # Of its thread, where the device has done nothing since the last beat
+    stack:list|None # Of its thread; None where the device worked since the last beat
 
 @dataclass(frozen=True)
 class Beat:
@@ -40,7 +40,8 @@ class _Place:
     def report(self, waits, trail):
         said = ''
         with suppress(Exception): said = self.where()
-        return Report(said, waits, [(c.co_filename, line, c.co_name, linecache.getline(c.co_filename, line).strip()) for c,line,*_ in trail])
+        stack = trail and [(c.co_filename, line, c.co_name, linecache.getline(c.co_filename, line).strip()) for c,line,*_ in trail]
+        return Report(said, waits, stack)
 
 def tell_where(
     f, # Called from another thread; returns words such as 'epoch 3, training batch 17'
@@ -98,7 +99,7 @@ class _Teller:
         counts,waits = _counts(),replicas_waiting()
         trails = _trails({r: o.thread for r,o in places.items()}) if counts==self.last[0] else {}
         moves,self.last = (counts,trails)!=self.last,(counts,trails)
-        return Beat(moves, {r: o.report(waits.get(r), trails.get(r, [])) for r,o in places.items()})
+        return Beat(moves, {r: o.report(waits.get(r), trails.get(r)) for r,o in places.items()})
 
 _teller = _Teller()
 
@@ -146,6 +147,7 @@ _places = {('prefetch.py','take'): 'waits for a batch', ('torch_xla.py','sync'):
 def _doing(report):
     "What a rank does, in words"
     if report.waits: return f'waits in {report.waits[0]} for {_names(report.waits[1])}'
+    if report.stack is None: return 'was at work when it last told'
     known = [_places[k] for f,_,name,_ in report.stack if (k := (os.path.basename(f), name)) in _places]
     if known or not report.stack: return known[-1] if known else 'runs no Python'
     own = [o for o in report.stack if not o[0].startswith(_python) or 'site-packages' in o[0]]
@@ -160,7 +162,7 @@ def _told(processes, minutes):
         for r,o in sorted(p.reports.items()):
             if r not in p.running: continue
             res.append(f"Rank {r}{', '+o.where if o.where else ''}: {'was stopped where it' if p.state=='T' else ''} {_doing(o)}".replace(':  ', ': '))
-            stacks.setdefault(''.join(traceback.format_list(o.stack)), []).append(r)
+            if o.stack is not None: stacks.setdefault(''.join(traceback.format_list(o.stack)), []).append(r)
     res += [f'Stack of {_names(rs)}:\n{s.rstrip()}' for s,rs in stacks.items()]
     res.append('A training with `resume_from` goes on at its newest checkpoint. If it was slow and did not hang, give `watchdog` more minutes, or None.')
     return '\n'.join(res)

@@ -36,6 +36,12 @@ def _show(learn, line):
     if mbar: mbar.write(line)
     else: print(line)
 
+def _cores(learn):
+    "On how many cores `learn` trains, and how many of them are of this process"
+    for cb in learn._grab_cbs(TPUShardedTrainer): return cb.mesh.n,1
+    n = world_size()
+    return n,(xr.addressable_device_count() if n>1 else 1)
+
 @dataclass
 class MeterMessage:
     "A line for the notebook"
@@ -51,9 +57,7 @@ class MeterSums(Callback):
     def before_fit(self):
         require_xla()
         self.run = not hasattr(self, 'lr_finder')
-        self.values,self.valid_secs,self.n_here,self.n_cores = [],None,1,world_size()
-        if self.n_cores>1: self.n_here = xr.addressable_device_count()
-        for cb in self.learn._grab_cbs(TPUShardedTrainer): self.n_cores = cb.mesh.n
+        self.values,self.valid_secs,(self.n_cores,self.n_here) = [],None,_cores(self.learn)
 
     def before_train(self): self._begin()
 
@@ -170,12 +174,6 @@ class TPUMeter(MeterRates):
 
 # %% ../../nbs/96_monitor.meter.ipynb #speed
 _epochs = WeakKeyDictionary() # Of a Learner's last fit: the sums of each epoch, on how many cores, and how long all of it was compiled
-
-def _cores(learn):
-    "On how many cores `learn` trains, and how many of them are of this process"
-    for cb in learn._grab_cbs(TPUShardedTrainer): return cb.mesh.n,1
-    n = world_size()
-    return n,(xr.addressable_device_count() if n>1 else 1)
 
 def _n_done(dl, n):
     "Samples of the first `n` batches of an epoch, of all cores"
