@@ -74,7 +74,7 @@ def bring_home(
 def _start_process(i, n_procs, n, env):
     "Start process `i` of a pool; returns it and the connection to it"
     here,there = Pipe()
-    code = (f"import sys; from multiprocessing.connection import Connection; c = Connection({there.fileno()}); "
+    code = (f"import gc, sys; gc.disable(); from multiprocessing.connection import Connection; c = Connection({there.fileno()}); "
         f"sys.path[:],sys.argv = c.recv(); from fastai_xla.launch.replica import _serve; _serve(c, {os.getpid()}, {i}, {n_procs}, {n})")
     env = {'OMP_NUM_THREADS': str(max(1, os.cpu_count()//n)), 'TORCH_WARM_POOL': '0', **os.environ, **env}
     cmd = [sys.executable, *subprocess._args_from_interpreter_flags(), '-c', code]
