@@ -25,7 +25,7 @@ warnings.filterwarnings('ignore')
 BS,LR,WARM,CORES = 16,1e-3,6,8
 WORKS = dict(vit='timm ViT, 12 blocks of width 64, 16 px', resnet18='resnet18, 64 px', mlp='MLP of 8 layers')
 CONTENDERS = dict(hand='hand-written torch_xla loop, `torch.optim.AdamW`', syncfree='the same with `torch_xla.amp.syncfree.AdamW`', naive='naive fastai: `model.to`, a callback that syncs',
-                  fastai_xla='fastai_xla, one core', replayed='the same with `to_tpu(replay=True)`', distributed='fastai_xla, distributed, 8 virtual cores', sharded='fastai_xla, sharded, 8 virtual cores', stock='fastai_xla with the optimizer step of fastai', accelerate='accelerate', lightning='Lightning')
+                  fastai_xla='fastai_xla, one core', traced='the same with `to_tpu(replay=False)`', distributed='fastai_xla, distributed, 8 virtual cores', sharded='fastai_xla, sharded, 8 virtual cores', stock='fastai_xla with the optimizer step of fastai', accelerate='accelerate', lightning='Lightning')
 TRIED = dict(compiled="fastai_xla, the model by `torch.compile(backend='openxla')`", scanned='fastai_xla, the blocks of the ViT by `scan_layers`')
 
 STRANGERS = 'hand','syncfree','naive','accelerate','lightning' # train without anything of ours but what counts
@@ -201,7 +201,7 @@ def run_lightning(work, n, tick):
     trainer.fit(Module(), torch.utils.data.DataLoader(data(work, n), batch_size=BS))
     return float(trainer.callback_metrics['loss'])
 
-RUNS = dict(hand=run_hand, syncfree=partial(run_hand, syncfree=True), naive=run_naive, fastai_xla=run_fastai_xla, replayed=partial(run_fastai_xla, replay=True), distributed=run_distributed, sharded=run_sharded,
+RUNS = dict(hand=run_hand, syncfree=partial(run_hand, syncfree=True), naive=run_naive, fastai_xla=run_fastai_xla, traced=partial(run_fastai_xla, replay=False), distributed=run_distributed, sharded=run_sharded,
             stock=partial(run_fastai_xla, stock=True), accelerate=run_accelerate, lightning=run_lightning, compiled=run_compiled, scanned=run_scanned)
 
 def contend(work, who, n):

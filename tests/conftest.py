@@ -18,14 +18,3 @@ take_shape()
 def own_folder(tmp_path, monkeypatch):
     "fastai saves models, logs and exports below the current folder"
     monkeypatch.chdir(tmp_path)
-
-@pytest.fixture(autouse=True, scope='session')
-def replayed():
-    "`REPLAY=1` has a suite run with `replay=True` where it says nothing else"
-    if not os.environ.get('REPLAY'): return
-    from fastai.basics import Learner
-    from fastai_xla.train.on_device import DevicePhases
-    import fastai_xla.all
-    for f in (DevicePhases.__init__, Learner.to_tpu, Learner.to_tpu_sharded):
-        assert f.__code__.co_varnames[f.__code__.co_argcount-1]=='replay'
-        f.__defaults__ = (*f.__defaults__[:-1], True)

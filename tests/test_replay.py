@@ -58,7 +58,7 @@ def test_runs_again(kwargs):
 def test_a_step_costs_one_execution():
     "No compilation, no read, one program, and the state in the memory that it had"
     stats = XLAStats(warm=12)
-    learn = learner(n=160, cbs=stats).to_tpu(fetch_every=1e9, replay=True)
+    learn = learner(n=160, cbs=stats).to_tpu(fetch_every=1e9)
     with learn.no_bar(),learn.no_logging(): learn.fit(2, 1e-2)
     for k in ('compiles','reads'): eq((k, sum(getattr(o, k) for o in stats.steps[3:20])), (k, 0))
     assert abs(sum(o.executions for o in stats.steps[3:20])-17)<=1 # the device may lag behind
@@ -130,7 +130,7 @@ def test_text():
 
 def test_strict():
     "Neither reads nor compiles, so nothing is raised"
-    learn = learner().to_tpu(replay=True, strict=True)
+    learn = learner().to_tpu(strict=True)
     with learn.no_bar(),learn.no_logging(): learn.fit(2, 1e-2)
     eq((learn.replay.n_replayed, learn.replay.n_traced, learn.replay.why), (17,3,None))
 
@@ -142,7 +142,7 @@ class Counts:
         return F.cross_entropy(pred, y)
 
 def test_what_was_in_the_way_may_be_gone():
-    learn = learner(loss_func=Counts()).to_tpu(replay=True)
+    learn = learner(loss_func=Counts()).to_tpu()
     with learn.no_bar(),learn.no_logging():
         learn.fit(1, 1e-2)
         assert learn.replay.n_replayed==0 and 'a step changes the loss function.n' in repr(learn.replay)
@@ -160,7 +160,7 @@ def test_with_a_checkpoint(tmp_path):
         def after_batch(self):
             if self.training and self.train_iter==17: raise KeyboardInterrupt
     want,folder = outcome(make(), False),tempfile.mkdtemp(dir=tmp_path)
-    first = learner(cbs=[TPUCheckpoint(folder, every=3), Dies()]).to_tpu(replay=True)
+    first = learner(cbs=[TPUCheckpoint(folder, every=3), Dies()]).to_tpu()
     with first.no_bar(),first.no_logging(),pytest.raises(KeyboardInterrupt): first.fit_one_cycle(2, 1e-2)
     assert first.replay.n_replayed>10
     second = learner(cbs=resume_from(folder))
@@ -177,7 +177,7 @@ def test_nan_guard_stops_in_steps_that_are_run_again():
     xs = list(vectors(80))
     xs[75] = (xs[75][0]*float('nan'), xs[75][1])
     dls = DataLoaders(*[DataLoader(xs, bs=8, num_workers=0) for _ in range(2)])
-    learn = Learner(dls, net(), loss_func=CrossEntropyLossFlat(), cbs=NaNGuard()).to_tpu(replay=True)
+    learn = Learner(dls, net(), loss_func=CrossEntropyLossFlat(), cbs=NaNGuard()).to_tpu()
     with learn.no_bar(),learn.no_logging(),pytest.raises(NotFinite, match='Batch 10 of this fit'): learn.fit(1)
     assert learn.replay.n_replayed>=6
 
@@ -203,7 +203,7 @@ def test_new_optimizer_state():
 
 def test_checked_again():
     "One step in so many is traced"
-    learn = learner(n=160).to_tpu(replay=True)
+    learn = learner(n=160).to_tpu()
     learn.replay.check_every = 5
     with learn.no_bar(),learn.no_logging(): learn.fit(1, 1e-2)
     eq((learn.replay.n_replayed, learn.replay.n_traced), (15,5)) # 2 traced, then 5 and 1 in turn
@@ -356,7 +356,7 @@ def test_ctrl_c_in_a_step():
         replayable = True
         def after_batch(self):
             if self.training and self.train_iter==6: signal.setitimer(signal.ITIMER_REAL, 1e-4)
-    learn = learner(n=800, cbs=Interrupt()).to_tpu(replay=True)
+    learn = learner(n=800, cbs=Interrupt()).to_tpu()
     old = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
         with learn.no_bar(),learn.no_logging(),pytest.raises(KeyboardInterrupt): learn.fit(1, 1e-2)
@@ -372,7 +372,7 @@ class Widens(nn.Module):
     def forward(self, x): return F.linear(x.double(), self.lin.weight, self.lin.bias)
 
 def test_a_graph_that_fails_spoils_no_later_one():
-    learn = learner(Widens).to_tpu(replay=True)
+    learn = learner(Widens).to_tpu()
     with learn.no_bar(),learn.no_logging(),pytest.raises(RuntimeError, match='XLA could not run the graph of this step'): learn.fit(1)
     eq(both(learner).replay.n_replayed, 17)
 

@@ -182,7 +182,7 @@ class StepReplay(StepTracing):
         "Lend `learn` steps that are run again, unless something stands against it"
         self.ran,self.waiting = False,waiting
         if not getattr(learn, 'epoch', 0): self.odd,self.n_new = None,0 # what was in the way of the last fit may be gone
-        self.why = why or ((self.odd or step_code(learn)) if self.on else '`replay=True` was not asked for')
+        self.why = why or ((self.odd or step_code(learn)) if self.on else '`replay=False` was asked for')
         if self.why: return
         self.capture,self.parts = StepCapture(device),ReplayParts(learn, waiting)
         for p in self.plans.values(): p.checked = False
@@ -221,4 +221,4 @@ def replay(self:Learner):
     "How many training steps were run again without tracing, and why others were not"
     found = [vars(cb)['replay'] for cb in self.cbs if 'replay' in vars(cb)]
     if found: return found[0]
-    raise RuntimeError("This Learner trains without a TPU, or in other processes: call `learn.to_tpu(replay=True)` first.")
+    raise RuntimeError("This Learner trains without a TPU, or in other processes: call `learn.to_tpu()` first.")
