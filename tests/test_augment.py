@@ -197,7 +197,7 @@ def test_same_seed_same_training_as_on_the_cpu(mix):
     assert losses[0]==pytest.approx(losses[1], abs=1e-4)
     assert {place for _,place,*_ in learn.tfm_placement.rows}=={'device'}
     c = cb.epochs[1]
-    assert (c.compiles,c.fallbacks)==(0,{}) and c.reads<=2
+    assert (c.compiles,c.fallbacks)==(0,{}) and c.reads<=6 # small tensors of the first steps are compared, before these are run again
 
 def halved(x:TensorImage): return x/2
 def by_its_largest(x:TensorImage): return x/x.max().item()

@@ -1,5 +1,6 @@
 "Steps that are run again equal steps that are traced, to the last bit; those that are not the same each time are traced, are right, and say why."
 import os, random, signal, tempfile
+from itertools import count, cycle
 from copy import deepcopy
 import numpy as np, pytest
 from synth import *
@@ -294,6 +295,31 @@ def with_epoch_loss():
     learn.loss_func.learn = learn
     return learn
 
+def with_iter_loss():
+    "A loss that depends on the batch"
+    learn = learner()
+    learn.loss_func = lambda p,y: F.cross_entropy(p, y)*(1+sum([learn.train_iter//5]))
+    return learn
+
+class OwnRandom(Depth):
+    "Random numbers of its own"
+    def __init__(self, rng):
+        super().__init__()
+        self.rng = rng
+    def forward(self, x): return self.b(x+self.a(x) if float(draw_of(self.rng))<.5 else x)
+
+def draw_of(rng):
+    if isinstance(rng, torch.Generator): return torch.rand(1, generator=rng)
+    return next(rng)%2 if hasattr(rng, '__next__') else rng.random()
+
+own_random = dict(python=lambda: random.Random(1), numpy=lambda: np.random.default_rng(1), torch=lambda: torch.Generator().manual_seed(1), count=count,
+    cycle=lambda: cycle([0,1,1]), listed=lambda: iter([0,1,1]*100), generator=lambda: (i//3 for i in range(300)))
+
+@pytest.mark.parametrize('rng', own_random.values(), ids=own_random)
+def test_random_numbers_of_a_models_own(rng):
+    learn = both(lambda: learner(lambda: OwnRandom(rng())))
+    assert learn.replay.n_replayed==0 and 'a step changes the model.rng' in repr(learn.replay), learn.replay
+
 class Growing:
     "Samples that get longer"
     def __len__(self): return 80
@@ -322,6 +348,7 @@ refused = dict(counter=(lambda: learner(Counter), 'a step changes the model.n'),
     gradients=(lambda: learner(cbs=EditGrads()), 'EditGrads has `before_step`'), freezes=(lambda: learner(cbs=Freezes()), 'Freezes has `before_batch`'),
     swaps=(lambda: learner(cbs=Swaps()), 'Swaps has `before_batch`'), accumulates=(lambda: learner(cbs=GradientAccumulation(16)), 'GradientAccumulation has `after_loss`'),
     own_step=(lambda: learner(opt_func=lambda ps, **kw: Own(ps, [], lr=.01)), 'the step of Own is not one operation on the device'),
+    iterations=(with_iter_loss, 'with_iter_loss.<locals>.<lambda> reads `train_iter`, which is another in each step'),
     growing=(growing, 'no step is like the one before: the first of its kind'),
     skips=(lambda: learner(cbs=NaNGuard('skip')), 'NaNGuard has `before_batch`'))
 

@@ -14,7 +14,7 @@ from fastai.basics import Learner
 from fastai.callback.fp16 import MixedPrecision
 from fastai.optimizer import Lookahead
 from fastcore.all import patch
-from ..runtime.device import xm
+from ..runtime.device import xm, xr
 from ..runtime.counts import n_runs
 from ..runtime.transfer import map_tensors, tensors_of
 from ..runtime.args import check_bool, check_int
@@ -27,8 +27,9 @@ from .capture import filled, pending, shape_of, shell_of, StepCapture, StepGiven
 # %% ../../nbs/46_train.replay.ipynb #plan
 def _ids(f): return [id(getattr(f, k, None)) for k in ('__self__','__func__')] if hasattr(f, '__func__') else [id(f)]
 
-def _leave_autocast(learn):
-    "What `MixedPrecision.before_batch` has entered is left by an event within the batch"
+def _leave_step(learn):
+    "What an event within the batch would do: the loss has no graph, and what `MixedPrecision.before_batch` has entered is left"
+    learn.loss_grad = learn.loss
     for cb in learn._grab_cbs(MixedPrecision): cb.after_loss()
 
 def _stepper(opt): return opt.opt if isinstance(opt, Lookahead) else opt
@@ -48,6 +49,12 @@ def _owners(learn, mods):
     for kind,os in dict(cb=learn.cbs, metric=mets, module=mods).items(): named.update({(kind,i): o for i,o in enumerate(os)})
     named.update({('cb',i,k): getattr(cb, k) for i,cb in enumerate(learn.cbs) for k in getattr(type(cb), 'replay_parts', ())})
     return {k: vars(o) for k,o in named.items() if hasattr(o, '__dict__')}
+
+_cleared = ("The optimizer has lost its state (`freeze`, `unfreeze` and `create_opt` take it) since steps were run again on a mesh of cores, "
+    "where torch_xla may end the process now. Build the Learner again and load its weights, or leave out `replay=True`.")
+
+def _check_opt(learn, plans):
+    if xr.is_spmd() and plans and not any(opt_states(learn.opt)): raise RuntimeError(_cleared)
 
 # %% ../../nbs/46_train.replay.ipynb #parts
 class ReplayParts:
@@ -184,6 +191,7 @@ class StepReplay(StepTracing):
         if not getattr(learn, 'epoch', 0): self.odd,self.n_new = None,0 # what was in the way of the last fit may be gone
         self.why = why or ((self.odd or step_code(learn)) if self.on else '`replay=False` was asked for')
         if self.why: return
+        _check_opt(learn, self.plans)
         self.capture,self.parts = StepCapture(device),ReplayParts(learn, waiting)
         for p in self.plans.values(): p.checked = False
         loans.lend(learn, '_do_one_batch', self._one_batch)
@@ -203,8 +211,7 @@ class StepReplay(StepTracing):
         if (numbers := _count_step(learn.opt)) is None: return False
         res = learn.dl.sync(lambda: self.capture.run(plan.program, self.parts.state, given, [numbers]))
         self.parts.fill(plan.left, res, given)
-        learn.loss_grad = learn.loss
-        _leave_autocast(learn)
+        _leave_step(learn)
         self.ran,self.n_replayed,plan.since = True,self.n_replayed+1,plan.since+1
         return True
 
