@@ -4,12 +4,12 @@ from parity_models import *
 from fastai_xla.all import xla_counts, xm
 
 @seeded
-def resnet18_64(bs=4, n=36, n_valid=10):
-    "resnet18 at 64 px with fastai's usual augmentation"
-    dls = image_dls(64, bs=bs, n=n, n_valid=n_valid, src_sz=72, batch_tfms=[*aug_transforms(), Normalize.from_stats(*imagenet_stats)])
+def resnet18_32(bs=4, n=36, n_valid=10):
+    "resnet18 at 32 px with fastai's usual augmentation"
+    dls = image_dls(32, bs=bs, n=n, n_valid=n_valid, src_sz=40, batch_tfms=[*aug_transforms(), Normalize.from_stats(*imagenet_stats)])
     return vision_learner(dls, resnet18, pretrained=False, metrics=[accuracy, F1Score(average='macro')])
 
-COUNTED = dict(resnet18=resnet18_64, vit=vit, tabular=tabular)
+COUNTED = dict(resnet18=resnet18_32, vit=vit, tabular=tabular)
 
 class BatchCounts(Callback):
     "Counts of each epoch's training: in `batches` up to the end of its last batch, in `epochs` with what its end adds. XLA counts a graph when it has run, so wait for the last"

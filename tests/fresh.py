@@ -14,7 +14,6 @@ def run(*args, timeout=900, cwd=None, cold=None, **env):
     if cold is None: cold = not late.issuperset(env) or env.get('PJRT_DEVICE', 'CPU') is None or str(args[0]).startswith('-') and args[0] not in ('-c','-m')
     env = {**os.environ, 'OMP_NUM_THREADS': '1', 'PJRT_DEVICE': 'CPU', **env}
     args = [*map(str, args)]
-    if cold and args[0]=='-c': args[1] = 'import gc; gc.disable()\n'+args[1] # which takes a fifth of the imports' time
     env,kw = {k:v for k,v in env.items() if v is not None},dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd)
     with subprocess.Popen([sys.executable, *args], env=env, **kw) if cold else Forked(args, env=env, **kw) as p:
         try: out,err = p.communicate(timeout=timeout)

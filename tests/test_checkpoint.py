@@ -303,4 +303,21 @@ def test_read_without_torch_xla(tmp_path):
             assert not has_opt or want.opt.state[p].keys()==o.opt.state[q].keys() and torch.equal(want.opt.state[p]['sqr_avg'], o.opt.state[q]['sqr_avg'])
     """, '-S', cwd=tmp_path, **without)
 
+@pytest.mark.parametrize('to', ['to_tpu()','to_tpu_distributed(n_cores=2)'])
+def test_the_bar_of_a_training_that_goes_on(to):
+    "In an epoch that is not the first, which fastprogress must have seen"
+    out = run_ok(f"""
+        from fastai.basics import *
+        from fastai.test_utils import synth_learner
+        from fastai_xla.all import *
+        class Ends(Callback):
+            def before_epoch(self):
+                if self.epoch==2: raise RuntimeError('the session ended')
+        for ends in ([Ends()], []):
+            learn = synth_learner(n_trn=4).{to}
+            try: learn.fit(3, cbs=[resume_from('run'), *ends])
+            except RuntimeError: pass
+        assert len(learn.recorder.values)==3""", **FLAGS)
+    assert 'Going on at epoch 2' in out
+
 if __name__=='__main__': main(*sys.argv[1:])

@@ -14,6 +14,7 @@ from fastai.basics import CancelFitException
 from ..runtime.args import check_bool, check_path
 from ..runtime.ranks import from_main, is_main, rank, world_size
 from ..patches.learner import whole_model
+from ..train.stand_ins import begin_bar
 from ..train.trainer import TPUTrainer
 from ..distributed.learner import TPUPoolTrainer
 from .store import CheckpointStore, Position
@@ -96,7 +97,7 @@ class PhaseResumer(StateRestorer):
     "Leaves out of epochs what the checkpoint to go on from has done"
     def _run_epoch(self, f, rest):
         pos = self.goal and self.goal.position
-        if pos and self.learn.epoch<pos.epoch: return
+        if pos and self.learn.epoch<pos.epoch: return begin_bar(self.learn)
         if pos and not pos.is_mid_epoch: self._restore()
         def body():
             f()
@@ -128,8 +129,7 @@ class PhaseResumer(StateRestorer):
     def _rest_of_epoch(self):
         "What `Learner.all_batches` does, from the position of the checkpoint on"
         learn = self.learn
-        learn.n_iter,it = len(learn.dl),iter(enumerate(learn.dl))
-        n = self.goal.position.batch
+        learn.n_iter,n,it = len(learn.dl),self.goal.position.batch,iter(enumerate(learn.dl))
         for _ in range(n): next(it)
         self._restore()
         self.at_start = self.train_iter-n

@@ -18,6 +18,7 @@ from ..runtime.ranks import from_main, world_size
 from ..runtime.transfer import tensors_of
 from ..patches.learner import whole_model, xla_callbacks
 from ..train.state import is_display
+from ..train.stand_ins import begin_bar
 from ..train.on_device import settled
 from ..launch.replica import post, stop_requested
 from .home import pack_home, PackedHome, unpack_home
@@ -99,6 +100,7 @@ class EventPlayer:
     def event(self, name, state, seconds=0.):
         "Call what shows something, with the Learner in `state`, for a batch that took `seconds`"
         vars(self.learn).update(state)
+        if name=='before_epoch': begin_bar(self.learn)
         for cb in self.shown.sorted('order'):
             cb(name)
             if name=='before_batch' and hasattr(cb, 'ti_batch'): cb.ti_batch -= seconds # W&B's samples per second
