@@ -189,7 +189,7 @@ def test_same_seed_same_training_as_on_the_cpu(mix):
     for tpu in (False,True):
         set_seed(3)
         learn = image_learner([*aug_transforms(size=12, max_lighting=.4), Saturation(), norm()], cbs=mix() if mix else None)
-        if tpu: learn.to_tpu(fetch_every=1e9)
+        if tpu: learn.to_tpu(fetch_every=1e9, replay=False) # which reads no tensors to compare steps
         cb = Counts()
         set_seed(5)
         with learn.no_bar(),learn.no_logging(): learn.fit(2, 1e-2, cbs=cb)
@@ -197,7 +197,7 @@ def test_same_seed_same_training_as_on_the_cpu(mix):
     assert losses[0]==pytest.approx(losses[1], abs=1e-4)
     assert {place for _,place,*_ in learn.tfm_placement.rows}=={'device'}
     c = cb.epochs[1]
-    assert (c.compiles,c.fallbacks)==(0,{}) and c.reads<=6 # small tensors of the first steps are compared, before these are run again
+    assert (c.compiles,c.fallbacks)==(0,{}) and c.reads<=2
 
 def halved(x:TensorImage): return x/2
 def by_its_largest(x:TensorImage): return x/x.max().item()

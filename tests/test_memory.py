@@ -37,7 +37,9 @@ def graph(code, folder):
     return training_graph(read_dump(folder)),int(out.split()[-2])
 
 def test_memory_and_donation(tmp_path):
-    (hand,n),(ours,_) = (graph(o, tmp_path/str(i)) for i,o in enumerate((HAND, OURS)))
-    assert min(ours.donated, hand.donated)>=3*n # parameters and the two averages of Adam
-    assert ours.nbytes<=1.02*hand.nbytes
-    assert ours.instructions<=1.3*hand.instructions
+    traced = OURS.replace('to_tpu()', 'to_tpu(replay=False)')
+    (hand,n),(ours,_),(again,_) = (graph(o, tmp_path/str(i)) for i,o in enumerate((HAND, traced, OURS)))
+    assert ours.donated>=hand.donated>=3*n # parameters and the two averages of Adam
+    assert again.donated>=3*n # but no scalars, which torch_xla caches
+    assert max(ours.nbytes, again.nbytes)<=1.02*hand.nbytes
+    assert max(ours.instructions, again.instructions)<=1.3*hand.instructions
