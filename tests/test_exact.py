@@ -432,11 +432,10 @@ class Skipping:
 @pytest.mark.parametrize('kind', [o for o in KINDS if o!='lm'])
 def test_shares_of_every_loader(kind):
     "The validation batches of the ranks, in turn, are those of one process; in training all get as many"
+    all_dls = [seeded(KINDS[kind]) for _ in range(N)]
     def f(r):
-        with dls_lock: dls = seeded(KINDS[kind])
-        val = ShardedDL(dls.valid, xla_device(), train=False, pad=True)
-        return [host(val.trim(b)) for b in val], [len(first(tensors(b))) for b in ShardedDL(dls.train, xla_device())]
-    dls_lock = threading.Lock()
+        val = ShardedDL(all_dls[r].valid, xla_device(), train=False, pad=True)
+        return [host(val.trim(b)) for b in val], [len(first(tensors(b))) for b in ShardedDL(all_dls[r].train, xla_device())]
     ranks = run_replicas(f)
     want = list(seeded(KINDS[kind]).valid)
     got = [ranks[i%N][0][i//N] for i in range(len(want))]
