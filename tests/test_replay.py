@@ -340,7 +340,31 @@ def fresh_calls(model):
         return learner(model)
     return make
 
-refused = dict(counter=(lambda: learner(Counter), 'a step changes the model.n'),
+class ReadsParam(nn.Module):
+    "Its scale decides on the host, in the middle of a training"
+    def __init__(self): super().__init__(); self.lin,self.scale = nn.Linear(8, 3),nn.Parameter(torch.tensor(1.))
+    def forward(self, x): return self.lin(x)*self.scale*(2. if self.scale.item()>.97 else .5)
+
+class ReadsBatch(nn.Module):
+    def __init__(self): super().__init__(); self.lin = nn.Linear(8, 3)
+    def forward(self, x): return self.lin(x)*2 if self.training and x.sum().item()>0 else self.lin(x)
+
+class Loose(nn.Module):
+    "Its scale is in no group of the optimizer"
+    def __init__(self): super().__init__(); self.a,self.b,self.scale = nn.Linear(8, 8),nn.Linear(8, 3),nn.Parameter(torch.ones(8))
+    def forward(self, x): return self.b(self.a(x)*self.scale)
+
+class Syncs(nn.Module):
+    def __init__(self): super().__init__(); self.a,self.b = nn.Linear(8, 8),nn.Linear(8, 3)
+    def forward(self, x):
+        x = self.a(x)
+        torch_xla.sync()
+        return self.b(x)
+
+refused = dict(reads_param=(lambda: learner(ReadsParam), 'a step reads the device, or runs in several programs'),
+    reads_batch=(lambda: learner(ReadsBatch), 'a step reads the device, or runs in several programs'),
+    loose=(lambda: learner(Loose, splitter=lambda m: [params(m.a), params(m.b)]), '`scale` is in no group of the optimizer, so its gradients add up'),
+    syncs=(lambda: learner(Syncs), 'a step reads the device, or runs in several programs'), counter=(lambda: learner(Counter), 'a step changes the model.n'),
     global_counter=(fresh_calls(GlobalCounter), 'a step changes `calls`, which GlobalCounter.forward names'),
     python_random=(lambda: learner(Depth), "a step changes Python's random numbers"), numpy_random=(lambda: learner(Numpy), "a step changes numpy's random numbers"),
     copies=(lambda: learner(Copies), 'something keeps a copy of what a step changes, of shape [3, 8]'),
@@ -358,11 +382,15 @@ def test_traced_for_a_reason(name):
     learn = both(make)
     assert learn.replay.n_replayed==0 and why in repr(learn.replay), learn.replay
 
-def test_a_replica_is_traced():
-    learn = learner(cbs=[TPUDistributedTrainer(), GradientReducer()])
-    with learn.no_bar(),learn.no_logging(): learn.fit(1, 1e-2)
-    eq(learn.replay.n_replayed, 0)
-    assert 'replicas would have to decide alike' in repr(learn.replay), learn.replay
+def test_gradients_add_up():
+    "Those of a parameter that no optimizer clears, as in plain fastai"
+    def train(learn):
+        learn.fit(2, 1e-2)
+        grads.append(to_host(learn.model.scale.grad))
+    grads = []
+    both(lambda: learner(Loose, splitter=lambda m: [params(m.a), params(m.b)]), train)
+    eq(*grads)
+    assert grads[0].abs().sum()>0
 
 def test_a_loss_that_depends_on_the_epoch():
     "Each epoch begins with a step that is traced and compared"

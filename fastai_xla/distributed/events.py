@@ -108,7 +108,7 @@ class EventPlayer:
 # %% ../../nbs/67_distributed.events.ipynb #stop
 class StopOnRequest(Callback):
     "Heeds Ctrl-C, and takes part when the main rank sends its state home"
-    order = 1000
+    order,replayable = 1000,True
     def after_epoch(self):
         if not from_main(noop): return
         with whole_model(self.learn): pass

@@ -39,7 +39,7 @@ def run_along(
 # %% ../../nbs/65_distributed.fsdp_trainer.ipynb #trainer
 class TPUFSDPTrainer(TPUDistributedTrainer):
     "Train an unmodified `Learner` on one replica of several, each of which has a shard of every parameter"
-    name = 'tpu_distributed_trainer'
+    name,traced = 'tpu_distributed_trainer','with `fsdp` a step gathers each unit of the model by torch_xla, and frees it again'
     def __init__(self,
         options:dict, # See `fsdp_options`
         **kwargs, # As for `TPUDistributedTrainer`

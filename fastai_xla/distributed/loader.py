@@ -107,6 +107,8 @@ class SteppedDL(AgreedDL):
         "May the shapes of a step differ from rank to rank?"
         return len(getattr(self.before_batch, 'fs', ()))>self.shares_lens
 
+    def is_even(self, i): return not self.ragged_across_ranks and self.step_sizes(i)[1]>=self._step_bs()
+
     def _step_bs(self): return (self.bs or 1)*(self.world_size if self.train else 1)
     def _is_ragged(self, n): return self.train and self.step_sizes(self.sent-1)[1]<self._step_bs()
     def _len_of(self, longest, n): return super()._len_of(max(longest, self.step_lens[self.sent-1]) if self.shares_lens else longest, n)

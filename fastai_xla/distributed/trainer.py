@@ -58,12 +58,12 @@ def sync_running_stats(
 # %% ../../nbs/64_distributed.trainer.ipynb #steps
 class ShareTrainer(TPUTrainer):
     "Run this rank's share of each step, with the loss and the metrics of all ranks"
-    meters,alone,traced = (),False,'replicas would have to decide alike before each step, and their collectives may cut its graph'
+    meters,alone = (),False
     def _loader(self, dl, pad, **kwargs): return ShardedDL(dl, self.device, train=not pad, pad=pad, **kwargs)
 
     def align(self):
         "Run what differs from rank to rank, so that what follows is the same program on all"
-        if self.dl.ragged_across_ranks or self.dl.step_sizes(self.iter)[1]<(self.dl.bs or 1)*world_size(): self.dl.sync()
+        if not self.dl.is_even(self.iter): self.dl.sync()
 
     def before_batch(self):
         super().before_batch()
@@ -102,9 +102,10 @@ class TPUDistributedTrainer(ShareTrainer):
         batch_tfms:str='auto', # Where batch transforms run: 'auto', 'host' or 'device'; see `TfmPlacement`
         fetch_every:float=1., # Seconds between two fetches of losses for the progress bar
         sync_bn='stats', # BatchNorm: average the running statistics ('stats'), normalize by the global batch (True), or take the main rank's (False)
+        replay:bool=True, # Run training steps that are known to be the same on all ranks again, without tracing them? See `StepReplay`
     ):
         check_choice('sync_bn', sync_bn, ('stats', True, False))
-        super().__init__(batch_tfms, fetch_every)
+        super().__init__(batch_tfms, fetch_every, replay)
         self.queue,self.sync_bn = Shares(fetch_every),sync_bn
 
     def _seed(self):
@@ -150,6 +151,9 @@ class GradientReducer(Callback):
     def __init__(self,
         scale_lr:bool=False # Multiply the learning rate of the step by the number of ranks?
     ): self.scale_lr,self.lrs = check_bool('scale_lr', scale_lr),None
+
+    @property
+    def replayable(self): return not self.scale_lr # else the rate that a step has is not the optimizer's
 
     def before_step(self):
         self.tpu_distributed_trainer.align()

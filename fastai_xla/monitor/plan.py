@@ -165,7 +165,8 @@ def _passing(model, table, c, n, again, scan):
     "Bytes on each core that a step of `n` samples needs besides, by the counts `c` of one"
     of_blocks,gathered = _block_bytes(table, model, again if scan else _blocks_of(model))
     kept = c.kept-c.in_blocks+c.inputs if again else c.kept
-    res = {'batch': n*c.input, 'kept for the backward pass': n*kept, 'working on a block': n*c.block*(2 if again else 1)+2*gathered}
+    work = 1.5 if scan else 2 if again else 1 # times what a block keeps: a loop works on one block alone, else XLA begins with the next
+    res = {'batch': n*c.input, 'kept for the backward pass': n*kept, 'working on a block': round(n*c.block*work)+2*gathered}
     return {**res, 'stacked blocks': 2*of_blocks} if scan else res
 
 # %% ../../nbs/87_monitor.plan.ipynb #again

@@ -119,6 +119,7 @@ class StepTracer:
         self.real = [] if xr.is_spmd() else _lib()._xla_real_devices([self.device])
 
     def wait(self): _lib()._xla_wait_device_ops(self.real)
+    def end_chain(self): _lib()._set_all_reduce_token(self.device, None) # what comes next does not wait for all-reduces that are traced
 
     def _seed(self):
         "The seed of this step, as a tensor and as a number"
@@ -132,6 +133,12 @@ class StepTracer:
         return t
 
     def _slots(self, kind, ts): return {i: (kind,k) for k,t in enumerate(ts) for i in (tensor_id(t), *_data_ids(t))}
+
+    def beside(self, f):
+        "What `f()` returns; the random numbers of the next step stay what they are, whatever it runs"
+        _,seed = self._seed()
+        try: return f()
+        finally: _lib()._xla_set_rng_seed(seed, self.device)
 
     def begin(self, state, given):
         "Before the step, when nothing is left to compute; `state` changes in place, `given` is what else it may take"
@@ -164,7 +171,7 @@ class StepCapture(StepTracer):
         try: self._execute(program, self.values, self.roots)
         finally:
             self.roots = self.values = self.slots = self.state = self.taken = None
-            _lib()._clear_pending_irs(self.device) # forgets the token that chains all-reduces, too
+            _lib()._clear_pending_irs(self.device)
         return outs
 
     def _execute(self, program, ins, ts):
@@ -180,9 +187,7 @@ class StepCapture(StepTracer):
     def rest(self, sync, state=()):
         "Run by `sync` what others have left, copies of `state` too, if there is any; the random numbers of the next step stay what they are"
         if not n_pending(self.device) and not in_graphs(state): return
-        _,seed = self._seed()
-        sync()
-        _lib()._xla_set_rng_seed(seed, self.device)
+        self.beside(sync)
 
     def run(self, program, state, given, numbers):
         "Run `program` again with what these are now; returns its other results"
@@ -218,7 +223,7 @@ class StepPlan:
     shapes:list # Of its tensors
     left:list # Of `StepLeft`
     seen:int=1 # Traced steps in a row that were this program
-    checked:bool=True # Was one of them in this epoch?
+    agreed:bool=False # Have all ranks said in this epoch that they can run it again?
     since:int=0 # Steps that were run since
 
     @classmethod

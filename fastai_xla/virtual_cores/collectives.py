@@ -12,19 +12,20 @@ import threading
 from functools import partial, wraps
 import torch
 from ..runtime.device import torch_xla, xm
+from ..runtime.counts import count_call
 from ..patches.registry import Loans
 from .barrier import ReplicaError, _Barrier
 
 # %% ../../nbs/51_virtual_cores.collectives.ipynb #run
 class _Replica:
     "Collectives that one replica has recorded and not run, and the end of its chain of all-reduces"
-    def __init__(self, rank): self.rank,self.pending,self.token,self.lock = rank,[],None,threading.RLock()
+    def __init__(self, rank): self.rank,self.pending,self.first,self.token,self.lock = rank,[],None,None,threading.RLock()
 
 class _Run:
     "Replicas that run together, and what is lent for the time; the one of this process is `now`"
     now = peers = None # `peers`: of this process, where each replica has a process of its own
     def __init__(self, n):
-        self.n,self.barrier,self.loans,self.compiling = n,_Barrier(n),Loans(),threading.RLock()
+        self.n,self.barrier,self.loans,self.compiling,self.programs = n,_Barrier(n),Loans(),threading.RLock(),{} # by hash: the collectives of each
         self.replicas = [_Replica(i) for i in range(n)]
 
     def replica(self, device): return self.replicas[torch.device(device).index]
@@ -176,6 +177,7 @@ def _permute(old, x, token, pairs):
 def _launch(old, device, *args, wait=True, **kwargs):
     "Compile and start the graph of `device` while no other replica compiles"
     real = _lib()._xla_real_devices([device])
+    count_call()
     with _Run.now.replica(device).lock:
         _lib()._xla_wait_device_ops(real)
         with _Run.now.compiling: old(*args, wait=False, **kwargs)
@@ -186,6 +188,32 @@ def _step_marker(old, device='', devices=(), wait=True, reset_scope=True):
     device = device or _lib()._xla_get_default_device()
     _Run.now.meet_pending(_Run.now.replica(device))
     _launch(old, device, device, list(devices), wait=wait, reset_scope=reset_scope)
+
+# %% ../../nbs/51_virtual_cores.collectives.ipynb #again
+@_collective('_get_graph_hash')
+def _hash(old, xs):
+    key = old(xs)
+    _Run.now.programs[key] = _Run.now.replica(xs[0].device).pending
+    return key
+
+@_collective('_xla_warm_up_cache')
+def _compile(old, *args):
+    with _Run.now.compiling: return old(*args)
+
+@_collective('_run_cached_graph')
+def _run_again(old, key, ins):
+    "Run a program that has been compiled, with the peers of its collectives"
+    me = _Run.now.replica(_lib()._xla_get_default_device())
+    me.pending = list(_Run.now.programs[key])
+    _Run.now.meet_pending(me)
+    with me.lock: return old(key, ins)
+
+@_collective('_set_all_reduce_token')
+def _set_token(old, device, token):
+    if token is None: # the next all-reduce is the first of a chain
+        me = _Run.now.replica(device)
+        me.token = me.first
+    old(device, token)
 
 # %% ../../nbs/51_virtual_cores.collectives.ipynb #sync-multi
 _ops = 'xla::cross_replica_sum', 'xla::all_gather', 'xla::reduce_scatter'
@@ -204,7 +232,9 @@ def _sync_multi(old, xs, devices=(), wait=True, sync_xla_data=True):
 # %% ../../nbs/51_virtual_cores.collectives.ipynb #reads
 def _run_for(x):
     "Run what the value of `x` needs, together with the other replicas"
-    if x.device.type=='xla': _lib()._xla_sync_multi([x], [], sync_xla_data=False)
+    if x.device.type!='xla': return
+    count_call()
+    _lib()._xla_sync_multi([x], [], sync_xla_data=False)
 
 @_stands_for(lambda: torch.Tensor, *'item cpu tolist __bool__ __int__ __float__ __index__'.split())
 def _read(old, self, *args, **kwargs):

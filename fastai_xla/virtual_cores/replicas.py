@@ -12,6 +12,7 @@ import os, threading, traceback
 from functools import partial
 import torch
 from ..runtime.device import device_kind, n_cores, n_processes, require_xla, runtime_started, torch_xla, xla_device, xm, xr
+from ..runtime.counts import begin_own_calls
 from ..patches.registry import Loans
 from .barrier import ReplicaError
 from .collectives import lend_collectives, _lib, _Run
@@ -67,7 +68,7 @@ def _begin(n):
     if _Run.peers: return
     if n==1 or device_kind()!='CPU': return
     for o in run.replicas:
-        o.token = torch.zeros(1).to(f'xla:{o.rank}')
+        o.first = o.token = torch.zeros(1).to(f'xla:{o.rank}')
         _lib()._set_all_reduce_token(f'xla:{o.rank}', None)
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     lend_collectives(run.loans)
@@ -102,6 +103,7 @@ def _drop_locals(e):
 def _replica(fn, results, errors):
     "Keep what `fn()` returns or raises on this replica, and tell the peers that it has left"
     run,rank = _Run.now,xr.global_ordinal()
+    if run.loans and not run.peers: begin_own_calls() # by the collectives of this package, on a thread of many
     try:
         res = fn()
         torch_xla.sync()

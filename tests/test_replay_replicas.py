@@ -1,0 +1,129 @@
+"Replicas run their steps again together: to the last bit what traced steps give; if one of them can't, all trace and say why."
+import random
+import pytest
+from fastai_xla.virtual_cores import run_replicas, use_virtual_cores
+use_virtual_cores(2)
+from synth import *
+from fastai.callback.fp16 import MixedPrecision
+from fastai.callback.mixup import MixUp
+from fastai.callback.schedule import *
+from fastai.callback.training import GradientAccumulation, GradientClip
+
+N,B = 2,8 # replicas, and samples of a batch of one
+
+def net(): return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(.3), nn.Linear(16, 3))
+
+def learner(model=net, n=10*N*B, train_metrics=False, **kwargs):
+    "Ten batches of each replica to train"
+    set_seed(3)
+    dls = DataLoaders(TfmdDL(vectors(n), bs=B, shuffle=True, num_workers=0), TfmdDL(vectors(21, seed=1), bs=B, num_workers=0))
+    learn = Learner(dls, model(), loss_func=CrossEntropyLossFlat(), metrics=accuracy, path='.', **kwargs)
+    learn.recorder.train_metrics = train_metrics
+    return learn
+
+def one_cycle(learn): learn.fit_one_cycle(2, 1e-2)
+
+def on_ranks(make, train=one_cycle, cbs=lambda r: [], **attach):
+    "Of each replica: losses, values, weights, optimizer state, and its `replay` and what that says"
+    learns = [make() for _ in range(N)]
+    set_seed(7)
+    def f(r):
+        learn = learns[r].to_tpu_distributed(**attach)
+        learn.add_cbs(cbs(r))
+        with learn.no_bar(),learn.no_logging(): train(learn)
+        states = [to_host({k: v for k,v in p[2].items()}) for p in learn.opt.all_params()]
+        return ([float(o) for o in learn.recorder.losses], [list(o) for o in learn.recorder.values], to_host(dict(learn.model.state_dict())), states), learn.replay, repr(learn.replay)
+    return run_replicas(f)
+
+def is_same(a, b):
+    if isinstance(a, (list,tuple)): return len(a)==len(b) and all(map(is_same, a, b))
+    if isinstance(a, dict): return a.keys()==b.keys() and all(is_same(a[k], b[k]) for k in a)
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a==b
+
+def both(make, train=one_cycle, **kwargs):
+    "`replay` of each replica and what it says; what came out of the training is what it is if all steps are traced"
+    want,got = on_ranks(make, train, replay=False, **kwargs),on_ranks(make, train, **kwargs)
+    for w,g in zip(want, got):
+        assert w[1].n_replayed==0 and '`replay=False` was asked for' in w[2]
+        assert is_same(w[0], g[0]), f"{w[0]}\n!=\n{g[0]}"
+    assert len({(o.n_replayed, o.n_traced) for _,o,_ in got})==1 # each step is run again by all of them, or by none
+    return [o[1] for o in got],[o[2] for o in got]
+
+cases = dict(adam=dict(), sgd=dict(opt_func=partial(SGD, mom=.9)), clip=dict(cbs=lambda r: GradientClip(.1)), bf16=dict(cbs=lambda r: MixedPrecision()),
+    train_metrics=dict(train_metrics=True), global_norms=dict(sync_bn=True), mixup=dict(cbs=lambda r: MixUp()))
+
+@pytest.mark.parametrize('kind', cases)
+def test_runs_again(kind):
+    kwargs = dict(cases[kind])
+    make = partial(learner, **{k: kwargs.pop(k) for k in ('opt_func','train_metrics') if k in kwargs})
+    replays,said = both(make, **kwargs)
+    if kind=='mixup': assert all(o.n_replayed>=12 for o in replays), said # its state of the optimizer is made in the first step
+    else: assert {(o.n_replayed, o.n_traced, o.why) for o in replays}=={(17,3,None)}, said
+
+def test_smaller_last_step():
+    "Its sizes differ from rank to rank, so it is traced, and the others are run again"
+    replays,said = both(partial(learner, n=9*N*B+5), lambda o: o.fit(2, 1e-2))
+    assert {(o.n_replayed, o.n_traced, o.why) for o in replays}=={(15,5,None)}, said
+
+def test_freeze_unfreeze_and_lr_find():
+    def train(learn):
+        learn.fine_tune(1, 1e-2)
+        learn.lr_find(num_it=20, show_plot=False)
+        learn.fit(1, 1e-3)
+    replays,said = both(partial(learner, splitter=lambda m: L(m[:1], m[1:]).map(params)), train)
+    assert all(o.n_replayed>=25 for o in replays), said
+
+def test_costs():
+    "Steps that are run again neither compile nor read, and each is one execution on each replica"
+    class Counts(Callback):
+        replayable,order = True,200
+        def before_fit(self): self.seen = []
+        def after_batch(self):
+            if self.training and self.epoch==1: self.seen.append(xla_counts())
+    counts = Counts()
+    on_ranks(partial(learner, n=24*N*B), lambda o: o.fit(2, 1e-2), cbs=lambda r: [counts] if r==0 else [], fetch_every=1e9)
+    c = counts.seen[20]-counts.seen[4]
+    assert (c.compiles, c.reads)==(0, 0)
+    assert abs(c.executions-16*N)<=N # the devices may lag behind
+
+# ---- what keeps them from it
+
+def test_one_replica_has_a_reason():
+    "Then none of them runs a step again"
+    class Scales(Callback):
+        def after_backward(self):
+            for p in self.model.parameters(): p.grad.mul_(1.)
+    replays,said = both(learner, cbs=lambda r: [Scales()] if r==1 else [])
+    assert all(o.n_replayed==0 for o in replays)
+    why = 'the callback Scales has `after_backward`'
+    assert all(why in o and ('on replica 1' in o)==(r!=1) for r,o in enumerate(said)), said
+
+def test_one_replica_finds_a_reason():
+    "In its steps, which the others learn of"
+    class Kept(Callback):
+        replayable = True
+        def before_fit(self): self.kept_one = None
+        def after_batch(self):
+            if self.training: self.kept_one = [self.model[0].weight.detach()]
+    replays,said = both(learner, cbs=lambda r: [Kept()] if r==1 else [])
+    assert all(o.n_replayed==0 for o in replays)
+    assert all('something keeps' in o and ('on replica 1' in o)==(r!=1) for r,o in enumerate(said)), said
+
+class Reads(nn.Module):
+    "Its scale decides on the host"
+    def __init__(self): super().__init__(); self.lin,self.scale = nn.Linear(8, 3),nn.Parameter(torch.tensor(1.))
+    def forward(self, x): return self.lin(x)*self.scale*(2. if self.scale.item()>.97 else .5)
+
+class Depth(nn.Module):
+    "Leaves a layer out now and then"
+    def __init__(self): super().__init__(); self.a,self.b = nn.Linear(8, 8),nn.Linear(8, 3)
+    def forward(self, x): return self.b(self.a(x) if random.random()<2 else x)
+
+refused = dict(reads=(partial(learner, Reads), {}, 'a step reads the device'), draws=(partial(learner, Depth), {}, "a step changes Python's random numbers"),
+    accumulates=(learner, dict(cbs=lambda r: GradientAccumulation(2*B)), 'GradientAccumulation has `after_loss`'),
+    scales_lr=(learner, dict(scale_lr=True), 'GradientReducer has `before_step`'), fsdp=(learner, dict(fsdp=True), 'with `fsdp` a step gathers'))
+
+@pytest.mark.parametrize('name', refused)
+def test_traced_for_a_reason(name):
+    make,kwargs,why = refused[name]
+    for _,replay,said in on_ranks(make, **kwargs): assert replay.n_replayed==0 and why in said, said
