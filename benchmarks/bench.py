@@ -3,6 +3,7 @@
     make bench                                          # installs accelerate and Lightning too; the table, and bench.json
     python benchmarks/bench.py --works vit --rounds 3   # some of it
     python benchmarks/bench.py --works vit --who 'hand fastai_xla compiled scanned'     # what was tried and did not pay
+    python benchmarks/bench.py --works 'vit vit24' --who 'hand fastai_xla traced'       # what depth costs
 
 Each contender trains in a process of its own, in turn with the others; a number is the median over the steps of all rounds. Host time
 is the CPU time of the training thread from the end of a step to the end of the next, which another busy process doesn't change as it
@@ -24,6 +25,7 @@ warnings.filterwarnings('ignore')
 
 BS,LR,WARM,CORES = 16,1e-3,6,8
 WORKS = dict(vit='timm ViT, 12 blocks of width 64, 16 px', resnet18='resnet18, 64 px', mlp='MLP of 8 layers')
+DEEP = dict(vit24='timm ViT, 24 blocks of width 64, 16 px')
 CONTENDERS = dict(hand='hand-written torch_xla loop, `torch.optim.AdamW`', syncfree='the same with `torch_xla.amp.syncfree.AdamW`', naive='naive fastai: `model.to`, a callback that syncs',
                   fastai_xla='fastai_xla, one core', traced='the same with `to_tpu(replay=False)`', distributed='fastai_xla, distributed, 8 virtual cores', sharded='fastai_xla, sharded, 8 virtual cores', stock='fastai_xla with the optimizer step of fastai', accelerate='accelerate', lightning='Lightning')
 TRIED = dict(compiled="fastai_xla, the model by `torch.compile(backend='openxla')`", scanned='fastai_xla, the blocks of the ViT by `scan_layers`')
@@ -35,13 +37,14 @@ def model(work):
     import torch, timm
     from torch import nn
     torch.manual_seed(0)
-    if work=='vit': return timm.create_model('vit_tiny_patch16_224', img_size=16, patch_size=8, num_classes=10, depth=12, embed_dim=64, num_heads=2)
+    if work.startswith('vit'):
+        return timm.create_model('vit_tiny_patch16_224', img_size=16, patch_size=8, num_classes=10, depth=24 if work in DEEP else 12, embed_dim=64, num_heads=2)
     if work=='resnet18': return timm.create_model('resnet18', num_classes=10)
     return nn.Sequential(*[o for _ in range(8) for o in (nn.Linear(64,64), nn.ReLU())], nn.Linear(64,10))
 
 def data(work, n):
     import torch
-    shape = dict(vit=(3,16,16), resnet18=(3,64,64), mlp=(64,))[work]
+    shape = dict(resnet18=(3,64,64), mlp=(64,)).get(work, (3,16,16))
     g = torch.Generator().manual_seed(0)
     return torch.utils.data.TensorDataset(torch.randn(n*BS, *shape, generator=g), torch.randint(0, 10, (n*BS,), generator=g))
 
@@ -240,7 +243,7 @@ def row(name, r, base):
 def table(work, res):
     "The markdown table of one work"
     rows = [row({**CONTENDERS, **TRIED}[k], r, res['hand']) for k,r in res.items()]
-    return '\n'.join([f'### {WORKS[work]}, batch of {BS}\n', *(f"| {' | '.join(map(str, o))} |" for o in (HEAD, ['---']*len(HEAD), *rows))])
+    return '\n'.join([f'### {(WORKS|DEEP)[work]}, batch of {BS}\n', *(f"| {' | '.join(map(str, o))} |" for o in (HEAD, ['---']*len(HEAD), *rows))])
 
 def machine():
     return dict(versions={o: version(o) for o in ('torch','torch_xla','fastai','timm','accelerate','lightning') if find_spec(o)}, python=platform.python_version(),

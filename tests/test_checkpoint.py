@@ -124,6 +124,19 @@ def waiting():
         assert sorted(os.listdir('run'))[-1]==newest
         equal(l, plain, f([l.resume_from('run')]))
 
+def slow():
+    "A checkpoint that is being written when training fails is there afterwards"
+    l = names()
+    class Fails(l.Callback):
+        order = 2000
+        def after_batch(self):
+            if self.training and self.train_iter==5: raise ZeroDivisionError('the session ended')
+    cb = l.TPUCheckpoint('slow', every=4)
+    write,cb._write = cb._write,lambda *args: (time.sleep(.5), write(*args))
+    learn = learner(l, lambda o: o.to_tpu(), [cb, Fails()])
+    with learn.no_bar(),learn.no_logging(),pytest.raises(ZeroDivisionError): learn.fit(1, 1e-2)
+    assert sorted(os.listdir('slow'))==['fit00-epoch0000-batch0000004']
+
 def texts():
     "The hidden state of an RNN and the order of texts that go on from batch to batch"
     l = names()
@@ -246,7 +259,7 @@ def main(group, *args):
 
 # ---- tests
 
-@pytest.mark.parametrize('group', ['one,by_epoch,waiting,texts,settings','sharded,formats','pool,ranks'])
+@pytest.mark.parametrize('group', ['one,by_epoch,waiting,slow,texts,settings','sharded,formats','pool,ranks'])
 def test_group(group):
     res = run(__file__, group, **FLAGS)
     assert res.returncode==0, f'exit {res.returncode}\n{res.stdout}\n{res.stderr}'

@@ -1,5 +1,6 @@
 """The meter's numbers are those that can be computed by hand, in all three forms; it costs no read, run or compilation, and goes on where a training
 was killed. Norms are those that torch computes. The profile finds where time was spent on purpose, and its trace is written however the fit ends."""
+from types import SimpleNamespace
 import csv, os, time
 import pytest
 from synth import *
@@ -81,7 +82,9 @@ def test_its_line(capsys):
 def spoken(out): return [o for o in out.replace('\r', '\n').splitlines() if 'waits for input' in o]
 
 @pytest.fixture
-def ticks(monkeypatch): monkeypatch.setattr('fastai_xla.monitor.meter.read_clocks', Ticks())
+def ticks(monkeypatch):
+    monkeypatch.setattr('fastai_xla.monitor.meter.read_clocks', Ticks())
+    monkeypatch.setattr('fastai_xla.data.loader.time', SimpleNamespace(perf_counter=lambda: 0.)) # by which no batch is waited for
 
 def test_speed_without_a_callback(capsys, ticks):
     "A line at the end of a fit, a row for each epoch; an epoch of 48 samples is between two looks at the clocks, so 2 seconds"

@@ -55,7 +55,7 @@ def nothing_but_while_replicas_run():
     during = vc.run_replicas(lambda r: changed(before, seen()))[0]
     stand_ins = [(getattr(o(), '__name__', ''), k) for o,k,_ in collectives_table() if o() is not torch.ops._c10d_functional]
     wanted = {spawn, 'fork', 'world', 'reduce', (ck.__name__, 'chkpt_status'), (fsdp.__name__, 'chkpt_status'), *stand_ins}
-    assert {*during}==wanted and len(wanted)==29, {*during}^wanted
+    assert {*during}==wanted and len(wanted)==33, {*during}^wanted
     after = seen()
     assert before.keys()==after.keys() and changed(before, after)==[spawn]
     vc._spawn_loans.give_back()

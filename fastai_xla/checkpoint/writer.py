@@ -64,22 +64,23 @@ class CheckpointFiles(XLACallback):
         try:
             with Lease(self.store.place) as self.lease:
                 self.store.clear()
-                yield
+                try: yield
+                except BaseException:
+                    self.finish(failed=True) # while the lease is held
+                    raise
                 self.finish()
-        finally:
-            self.background.join()
-            self.lease = None
+        finally: self.lease = None
 
-    def finish(self):
-        "Wait for the checkpoint that is under way, and say if it could not be written"
+    def finish(self, failed=False):
+        "Wait for the checkpoint that is under way, and say if it could not be written; if training has `failed` too, its own error is the one that is raised"
         self.background.join()
         e = self.background.take_error()
         if e is None: return
         good = self.store.good_names()
         newest = f"The newest good one is {good[-1]}." if good else "There is none."
         msg = f"A checkpoint could not be written to {self.store.path} ({type(e).__name__}: {e}). {newest}"
-        if self.on_error=='raise' or isinstance(e, InUse): raise CheckpointError(f"{msg} `on_error='warn'` would train on.") from e
-        warnings.warn(f"{msg} Training goes on.")
+        if not failed and (self.on_error=='raise' or isinstance(e, InUse)): raise CheckpointError(f"{msg} `on_error='warn'` would train on.") from e
+        warnings.warn(msg if failed else f"{msg} Training goes on.")
 
     def _hand_over(self, pos, metric, parts, copy, names):
         "Have a checkpoint written"

@@ -107,6 +107,7 @@ class LearnerHome:
     verdicts:dict # Where batch transforms run
     rng:object # The random state of the main rank
     orders:dict # Of each DataLoader, what the order of its next epoch follows from, see `order_state`
+    replay:object # See `Learner.replay`
 
 @dataclass
 class PackedHome:
@@ -133,7 +134,8 @@ def pack_home(
     model = model_objects(learn)
     cbs = [cb for cb in learn.cbs if not is_ours(cb) or any(cb is o for o in known.values())]
     orders = {k: order_state(o) for k,o in known.items() if k[0]=='dl'}
-    home = LearnerHome(_model_home(learn, {k: m for k,m in model.items() if k[0]=='module'}), cbs, learn.tfm_placement.verdicts, rng_state(), orders)
+    home = LearnerHome(_model_home(learn, {k: m for k,m in model.items() if k[0]=='module'}), cbs, learn.tfm_placement.verdicts, rng_state(), orders,
+        getattr(getattr(learn, 'tpu_distributed_trainer', None), 'replay', None))
     objects = {**known, **model, **classes_here()}
     held = {k: dict(held=contents(o)) for k,o in known.items() if k[0]=='data'}
     return PackedHome(ref_dumps(home, objects), dump_states(_states(learn, known), objects), dump_states(held, objects))
@@ -169,7 +171,7 @@ def unpack_home(
     packed:PackedHome, # See `pack_home`
     known:dict, # The notebook's objects, by the names that the replica's have
 ):
-    "Make `learn` what it has become on the main rank"
+    "Make `learn` what it has become on the main rank; returns the `LearnerHome`"
     model = model_objects(learn)
     home,states,held = (ref_loads(o, {**known, **model, **classes_here()}) for o in (packed.learner, packed.states, packed.held))
     _unpack_model(learn, home.model, model)
@@ -180,3 +182,4 @@ def unpack_home(
     learn.tfm_placement.remember(home.verdicts)
     set_rng_state(home.rng)
     for k,o in home.orders.items(): set_order_state(known[k], o)
+    return home

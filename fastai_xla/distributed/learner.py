@@ -23,6 +23,7 @@ from ..patches.learner import XLACallback
 from ..data.placement import TfmPlacement
 from ..train.move import move_learner
 from ..train.state import copy_apart, is_display, model_objects
+from ..train.replay import StepReplay
 from ..train.trainer import drop_batch, remove_trainers, TPUTrainer
 from ..virtual_cores.replicas import replicas_running
 from ..launch.carry import spare
@@ -112,7 +113,9 @@ class TPUPoolTrainer(XLACallback):
         n_cores:int|None=None, # Number of cores, None for all
         watchdog:float|None=15., # As for `to_tpu_distributed`
         **options, # For the replicas: those of `to_tpu_distributed`
-    ): self.n_cores,self.watchdog,self.options,self._is_away = n_cores,watchdog,options,False
+    ):
+        self.n_cores,self.watchdog,self.options,self._is_away = n_cores,watchdog,options,False
+        self.replay = StepReplay(options.get('replay', True)) # of the last fit
 
     @property
     def pool(self): return get_pool(self.n_cores)
@@ -130,12 +133,16 @@ class TPUPoolTrainer(XLACallback):
         shipment = self._pack(phase)
         player = EventPlayer(learn, shipment.known)
         self._is_away = True
-        try: unpack_home(learn, self._run(shipment, player), shipment.known)
+        try: self._unpack(self._run(shipment, player), shipment)
         except LaunchInterrupt as e:
-            if e.results: unpack_home(learn, e.results[0], shipment.known)
+            if e.results: self._unpack(e.results[0], shipment)
             raise
         finally: self._is_away,learn.logger,learn.dl = False,logger,dl
         final()
+
+    def _unpack(self, packed, shipment):
+        home = unpack_home(self.learn, packed, shipment.known)
+        if shipment.phase=='fit': self.replay = home.replay
 
     def _prepare(self):
         "Tell the callbacks that stay here that a fit begins"

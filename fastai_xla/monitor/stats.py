@@ -44,14 +44,16 @@ class XLAStats(Callback):
     def __init__(self,
         warm:int=2, # First steps, which the table leaves out
     ): self.warm = check_int('warm', warm, at_least=0)
-    def before_fit(self): self.steps,self.train,self.valid = [],[],[]
+    def before_fit(self): self.steps,self.train,self.valid,self.again = [],[],[],''
     def before_train(self): self._start = self._last = xla_counts()
     def after_batch(self):
         if not self.training: return
         now = xla_counts()
         self.steps.append(now-self._last)
         self._last = now
-    def after_train(self): self.train.append(xla_counts()-self._start)
+    def after_train(self):
+        self.train.append(xla_counts()-self._start)
+        self.again = next((f"\n{vars(cb)['replay']}" for cb in self.learn.cbs if 'replay' in vars(cb)), '')
     def before_validate(self): self._start = xla_counts()
     def after_validate(self): self.valid.append(xla_counts()-self._start)
 
@@ -76,7 +78,7 @@ class XLAStats(Callback):
         if n<=self.warm: return super().__repr__()
         f = self.first
         head = f"first {self.warm} steps: {f['compiles']} graphs compiled in {f['compile_seconds']:.1f} s; each of the {n-self.warm} steps after:"
-        return f'{head}\n{self.table}'
+        return f'{head}\n{self.table}{self.again}'
 
 # %% ../../nbs/86_monitor.stats.ipynb #train-batches
 class _StopAfter(Callback):

@@ -171,11 +171,13 @@ def python_tensors(
     device, # XLA device
 ):
     "The tensors on `device` that Python has, found in one call to C: torch and other threads must not meet a hold on what they free or have half made"
-    objs,ts,res = [],[],[]
+    objs,ts,on_any,res = [],[],[],[]
     tensors = compress(objs, map(issubclass, map(type, objs), repeat(torch.Tensor)))
-    ours = compress(ts, map(torch.device(device).__eq__, map(torch.Tensor.device.__get__, ts)))
-    fs = map(objs.extend, map(gc.get_objects, [None])), map(ts.extend, [tensors]), starmap(objs.clear, [()]), map(res.extend, [ours]), starmap(ts.clear, [()])
-    with torch._C.DisableTorchFunction(): deque(chain(*fs), 0)
+    of_xla = compress(ts, map(torch.Tensor.is_xla.__get__, ts)) # others may have no device
+    ours = compress(on_any, map(torch.device(device).__eq__, map(torch.Tensor.device.__get__, on_any)))
+    fills = [map(o.extend, more) for o,more in ((objs, map(gc.get_objects, [None])), (ts, [tensors]), (on_any, [of_xla]), (res, [ours]))]
+    clears = [starmap(o.clear, [()]) for o in (objs, ts, on_any)]
+    with torch._C.DisableTorchFunction(): deque(chain(*fills, *clears), 0)
     return res
 
 def first_reached(

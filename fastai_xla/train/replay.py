@@ -184,7 +184,8 @@ class StepReplay(StepTracing):
     ):
         super().__init__(confirm)
         self.on,self.check_every = check_bool('replay', on),check_int('check_every', check_every, at_least=1)
-    def __reduce__(self): return type(self),(self.on,self.confirm,self.check_every) # a copy has made no plans
+    def __reduce__(self): # a copy knows the counts, and has made no plans
+        return type(self),(self.on,self.confirm,self.check_every),{k: vars(self)[k] for k in ('n_replayed','n_traced','why')}
 
     def start(self,
         learn, # A Learner in a loop over training batches
