@@ -195,9 +195,8 @@ class StepReplay(StepTracing):
         why=None, # Why this cannot be done where `learn` trains, in words
     ):
         "Lend `learn` steps that are run again, unless something stands against it"
-        self.ran,self.waiting = False,waiting
         if not getattr(learn, 'epoch', 0): self.odd,self.n_new = None,0 # what was in the way of the last fit may be gone
-        self.asked,self.why = {},why or (None if self.on else '`replay=False` was asked for')
+        self.ran,self.waiting,self.asked,self.why = False,waiting,{},why or (None if self.on else '`replay=False` was asked for')
         if self.why: return
         self.capture,self.parts = StepCapture(device),ReplayParts(learn, waiting)
         _,self.why = self._ask(self.odd or step_code(learn))
