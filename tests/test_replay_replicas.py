@@ -1,6 +1,6 @@
 "Replicas run their steps again together: to the last bit what traced steps give; if one of them can't, all trace and say why."
-import random
-import pytest
+import random, time
+import pytest, torch_xla
 from fastai_xla.virtual_cores import run_replicas, use_virtual_cores
 use_virtual_cores(2)
 from synth import *
@@ -85,6 +85,22 @@ def test_costs():
     c = counts.seen[20]-counts.seen[4]
     assert (c.compiles, c.reads)==(0, 0)
     assert abs(c.executions-16*N)<=N # the devices may lag behind
+
+def test_writes_in_place(monkeypatch):
+    "On each replica the memory of a weight becomes that of the new one, so what still has the old one has lost it; also where one compiles later than the other"
+    stock = torch_xla._XLAC._get_graph_hash
+    def hash_later(ts):
+        time.sleep(.2*rank())
+        return stock(ts)
+    monkeypatch.setattr(torch_xla._XLAC, '_get_graph_hash', hash_later)
+    class Keep(Callback):
+        replayable = True
+        def before_batch(self):
+            if self.training and self.train_iter==6: self.old = self.model[0].weight.detach()
+    keeps = [Keep() for _ in range(N)]
+    for _,replay,said in on_ranks(learner, lambda o: o.fit(1, 1e-2), cbs=lambda r: keeps[r]): assert replay.n_replayed==8, said
+    for o in keeps:
+        with pytest.raises(RuntimeError): o.old.cpu()
 
 # ---- what keeps them from it
 

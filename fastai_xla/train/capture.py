@@ -9,6 +9,7 @@ __all__ = ['pending', 'n_pending', 'xla_tensors', 'tensors_in', 'shell_of', 'fil
            'StepProgram', 'StepTracer', 'StepCapture', 'shape_of', 'StepGiven', 'StepLeft', 'StepPlan']
 
 # %% ../../nbs/44_train.capture.ipynb #imports
+import threading
 from collections import deque
 from dataclasses import dataclass
 from itertools import repeat
@@ -110,6 +111,8 @@ class StepProgram(NamedTuple):
                 if not _same(t, other.consts[j]): return f'a tensor of shape {list(t.shape)} that is no part of model, optimizer and batch has another value'
 
 # %% ../../nbs/44_train.capture.ipynb #capture
+_donating = threading.Lock() # torch_xla's flag is one for all replicas of a process
+
 class StepTracer:
     "Traces steps on a device into programs"
     def __init__(self,
@@ -157,7 +160,7 @@ class StepTracer:
         sources = tuple(('seed',0) if i==_lib()._get_seed_info_id() else self.slots.get(i, ('const',j)) for j,i in enumerate(ids))
         from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config # not above: rooms can be imported where torch_xla is missing
         for v,(w,k) in zip(self.values, sources): _lib()._set_buffer_donation(v, w=='state' and k in written and v.ndim>0) # torch_xla caches scalars
-        with alias_with_buffer_donor_config(True):
+        with _donating,alias_with_buffer_donor_config(True):
             key = _lib()._get_graph_hash(self.roots)
             _lib()._xla_warm_up_cache(self.roots, []) # compiles, unless it is known
         return StepProgram(key, sources, written, len(outs), {j: v for j,(v,(w,_)) in enumerate(zip(self.values, sources)) if w=='const'})

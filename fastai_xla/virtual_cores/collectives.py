@@ -196,9 +196,12 @@ def _hash(old, xs):
     _Run.now.programs[key] = _Run.now.replica(xs[0].device).pending
     return key
 
-@_collective('_xla_warm_up_cache')
-def _compile(old, *args):
-    with _Run.now.compiling: return old(*args)
+@_collective('_xla_set_enable_alias_with_buffer_donor_config')
+def _set_donation(old, on):
+    "Set the flag by which graphs are compiled, while no other replica compiles"
+    if on: _Run.now.compiling.acquire()
+    old(on)
+    if not on: _Run.now.compiling.release()
 
 @_collective('_run_cached_graph')
 def _run_again(old, key, ins):

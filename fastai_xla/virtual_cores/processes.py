@@ -18,7 +18,7 @@ from ..runtime.device import device_kind, n_processes, require_xla, runtime_star
 from ..runtime.args import check_bool, check_int
 from ..patches.registry import Loans
 from .barrier import ReplicaError, _have_come, _home, _Meeting
-from .collectives import _compile, _hash, lend_collectives, _lib, _Run, _read, _run_again, _set_token, _stand_ins, _step_marker, _sync_multi, _to
+from .collectives import _hash, lend_collectives, _lib, _Run, _read, _run_again, _set_donation, _set_token, _stand_ins, _step_marker, _sync_multi, _to
 from .replicas import _lend_spawn, _spawn_loans, _use_threads
 
 # %% ../../nbs/53_virtual_cores.processes.ipynb #place
@@ -126,7 +126,7 @@ def _reduce_scatter(old, op, x, token, scale, dim, count, groups, *_):
     return _reduced(op, host, scale, group).chunk(count, dim)[group.index(_Run.now.peers.rank)].to(x.device), token
 
 _through_host = [(_lib, f'_xla_{k}', f) for k,f in (('spmd_all_reduce', _all_reduce), ('all_gather', _all_gather), ('reduce_scatter', _reduce_scatter))]
-_for_threads = _step_marker,_sync_multi,_read,_to,_hash,_compile,_run_again,_set_token # meet before a graph is run; here no graph holds a collective
+_for_threads = _step_marker,_sync_multi,_read,_to,_hash,_run_again,_set_donation,_set_token # meet before a graph is run; here no graph holds a collective
 
 # %% ../../nbs/53_virtual_cores.processes.ipynb #take-part
 def _lend_ordinals(peers):
