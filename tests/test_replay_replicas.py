@@ -88,17 +88,25 @@ def test_costs():
 
 def test_writes_in_place(monkeypatch):
     "On each replica the memory of a weight becomes that of the new one, so what still has the old one has lost it; also where one compiles later than the other"
-    stock = torch_xla._XLAC._get_graph_hash
-    def hash_later(ts):
-        time.sleep(.2*rank())
+    X,waited,flags = torch_xla._XLAC,[],[]
+    flag = X._xla_get_enable_alias_with_buffer_donor_config
+    def hash_later(ts, stock=X._get_graph_hash):
+        until = time.monotonic()+(3 if rank() and not waited else 0) # for the other, if it can take away the flag by which memory is given
+        while time.monotonic()<until and flag(): time.sleep(.01)
+        waited.extend([1]*rank())
         return stock(ts)
-    monkeypatch.setattr(torch_xla._XLAC, '_get_graph_hash', hash_later)
+    def compile_noted(*args, stock=X._xla_warm_up_cache):
+        flags.append(flag())
+        return stock(*args)
+    monkeypatch.setattr(X, '_get_graph_hash', hash_later)
+    monkeypatch.setattr(X, '_xla_warm_up_cache', compile_noted)
     class Keep(Callback):
         replayable = True
         def before_batch(self):
             if self.training and self.train_iter==6: self.old = self.model[0].weight.detach()
     keeps = [Keep() for _ in range(N)]
     for _,replay,said in on_ranks(learner, lambda o: o.fit(1, 1e-2), cbs=lambda r: keeps[r]): assert replay.n_replayed==8, said
+    assert flags and all(flags) and not flag()
     for o in keeps:
         with pytest.raises(RuntimeError): o.old.cpu()
 
