@@ -13,10 +13,10 @@ N,B = 2,8 # replicas, and samples of a batch of one
 
 def net(): return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(.3), nn.Linear(16, 3))
 
-def learner(model=net, n=10*N*B, train_metrics=False, **kwargs):
+def learner(model=net, n=10*N*B, train_metrics=False, before_batch=None, **kwargs):
     "Ten batches of each replica to train"
     set_seed(3)
-    dls = DataLoaders(TfmdDL(vectors(n), bs=B, shuffle=True, num_workers=0), TfmdDL(vectors(21, seed=1), bs=B, num_workers=0))
+    dls = DataLoaders(TfmdDL(vectors(n), bs=B, shuffle=True, num_workers=0, before_batch=before_batch), TfmdDL(vectors(21, seed=1), bs=B, num_workers=0))
     learn = Learner(dls, model(), loss_func=CrossEntropyLossFlat(), metrics=accuracy, path='.', **kwargs)
     learn.recorder.train_metrics = train_metrics
     return learn
@@ -145,6 +145,7 @@ class Depth(nn.Module):
 
 refused = dict(reads=(partial(learner, Reads), {}, 'a step reads the device'), draws=(partial(learner, Depth), {}, "a step changes Python's random numbers"),
     accumulates=(learner, dict(cbs=lambda r: GradientAccumulation(2*B)), 'GradientAccumulation has `after_loss`'),
+    ragged=(partial(learner, before_batch=noop), {}, 'the shapes of its batches may differ from replica to replica'),
     scales_lr=(learner, dict(scale_lr=True), 'GradientReducer has `before_step`'), fsdp=(learner, dict(fsdp=True), 'with `fsdp` a step gathers'))
 
 @pytest.mark.parametrize('name', refused)

@@ -59,6 +59,9 @@ def sync_running_stats(
 class ShareTrainer(TPUTrainer):
     "Run this rank's share of each step, with the loss and the metrics of all ranks"
     meters,alone = (),False
+    @property
+    def traced(self): return 'the shapes of its batches may differ from replica to replica' if self.dl.ragged_across_ranks else None
+
     def _loader(self, dl, pad, **kwargs): return ShardedDL(dl, self.device, train=not pad, pad=pad, **kwargs)
 
     def align(self):
