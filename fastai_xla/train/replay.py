@@ -131,7 +131,6 @@ class StepPlans:
         elif n>5*self.confirm and world_size()>1: self.why = self.why or f'{n} traced steps were not the same on all ranks'
         self.asked[self.key] = n
 
-
 # %% ../../nbs/46_train.replay.ipynb #tracing
 class StepTracing(StepPlans):
     "Makes plans of the steps that are traced"
