@@ -8,7 +8,8 @@ from pathlib import Path
 from types import ModuleType
 
 repo = Path(__file__).resolve().parent.parent
-quick = '--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false' # compiles several times as fast; what is computed is the same
+# compiles several times as fast; what is computed is the same
+quick = '--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1'
 
 def flags(s, more=quick):
     "The XLA flags `s`, and those of `more` that they do not set"

@@ -1,6 +1,7 @@
 "A steady training epoch compiles nothing, reads the device in no batch and falls back nowhere, with recorder, progress bar and metrics on"
 import gc, math, os
-os.environ['XLA_FLAGS'] = '--xla_backend_optimization_level=1' # resnet18 runs long enough to pay for it; read when the runtime starts
+from forks import flags
+os.environ['XLA_FLAGS'] = flags('--xla_backend_optimization_level=1') # resnet18 runs long enough to pay for it; read when the runtime starts
 import pytest, torch
 from fastai.basics import Callback
 from fastai.callback.progress import ProgressCallback

@@ -125,8 +125,8 @@ start_twice = '''
     ('TPU', 'OSError', "pip install 'fastai_xla[tpu]'")])
 def test_runtime_does_not_start(tmp_path, kind, cause, remedy):
     "Both calls raise the same error: a second start in one process would abort it"
-    lib = packages_without(tmp_path, 'libtpu')
-    out = run_ok(start_twice, '-S', PYTHONPATH=lib, PJRT_DEVICE=kind, TPU_LIBRARY_PATH=None, PTXLA_TPU_LIBRARY_PATH=None).splitlines()
+    no_libtpu = dict(PYTHONPATH=packages_without(tmp_path, 'libtpu'), TPU_LIBRARY_PATH=None, PTXLA_TPU_LIBRARY_PATH=None)
+    out = (run_ok(start_twice, '-S', PJRT_DEVICE=kind, **no_libtpu) if kind=='TPU' else run_ok(start_twice, PJRT_DEVICE=kind)).splitlines()
     assert out[0] == out[1] and out[0].startswith(f'{cause} The XLA runtime did not start (PJRT_DEVICE={kind}). ') and remedy in out[0]
     assert out[2] == 'False 0'
 
@@ -139,7 +139,7 @@ def test_libtpu_without_a_chip():
 def test_libtpu_that_cannot_be_loaded(tmp_path):
     lib = tmp_path/'libtpu.so'
     lib.write_text('not a library')
-    out = run_ok(start_twice, PJRT_DEVICE='TPU', TPU_LIBRARY_PATH=str(lib)).splitlines()
+    out = run_ok(start_twice, PJRT_DEVICE='TPU', TPU_LIBRARY_PATH=str(lib), cold=False).splitlines()
     assert out[0] == out[1] and 'fastai-xla doctor' in out[0] and 'libtpu.so' in out[0]
 
 def test_doctor_sees_a_tpu_that_is_not_there():
@@ -224,7 +224,7 @@ def test_kaggle_environment_is_mended():
         print([(o.ok, o.seen) for o in doctor() if o.check=='TPU_PROCESS_ADDRESSES'])
         xla_device()
         print(left())''',
-        TPU_PROCESS_ADDRESSES='local', CLOUD_TPU_TASK_ID='0').splitlines()
+        TPU_PROCESS_ADDRESSES='local', CLOUD_TPU_TASK_ID='0', cold=False).splitlines()
     mended = str([(True, 'local, removed before the TPU is used')])
     assert out == [f'[False, False] {mended}', mended, '[False, False]']
 
@@ -237,5 +237,5 @@ from fastai_xla.all import *
 def train(index): print(index, [k in os.environ for k in ('TPU_PROCESS_ADDRESSES', 'CLOUD_TPU_TASK_ID')])
 if __name__=='__main__': xmp.spawn(train)
 ''')
-    res = run(tmp_path/'train.py', TPU_PROCESS_ADDRESSES='local', CLOUD_TPU_TASK_ID='0', CPU_NUM_DEVICES='1', PYTHONPATH=str(repo))
+    res = run(tmp_path/'train.py', TPU_PROCESS_ADDRESSES='local', CLOUD_TPU_TASK_ID='0', CPU_NUM_DEVICES='1', PYTHONPATH=str(repo), cold=False)
     assert res.returncode == 0 and res.stdout.strip() == '0 [False, False]', res.stdout + res.stderr

@@ -122,6 +122,14 @@ def _stage(folder):
     said = [o for o in (folder/'said.txt').read_text(errors='replace').splitlines() if o.startswith(('tracing','compiling'))]
     return said[-1] if said else 'starting'
 
+def _stacks(p, folder):
+    "Where the threads of a child that traces stand"
+    said = folder/'said.txt'
+    n = said.stat().st_size
+    os.killpg(p.pid, signal.SIGUSR1)
+    time.sleep(1)
+    return said.read_bytes()[n:].decode(errors='replace')
+
 def _await(p, folder, limit, tell):
     start,last = time.time(),None
     while p.poll() is None:
@@ -130,7 +138,7 @@ def _await(p, folder, limit, tell):
         if tell and stage!=last: print(f'\r{stage:<30}', end='', flush=True)
         last = stage
         if time.time()-start>limit: raise TimeoutError(f"{stage} took longer than the time limit of {limit} s: give more by `limit=`, or use `fast=True`, "
-            "which compiles in a fifth of the time for memory and errors only.")
+            f"which compiles in a fifth of the time for memory and errors only.\n{_stacks(p, folder)}")
         time.sleep(.1)
     if tell: print('\r'+' '*30+'\r', end='')
 

@@ -8,7 +8,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/monitor.trace.html.md"""
 __all__ = ['compile_phases', 'compile_forms', 'CompileJob', 'held_bytes', 'StepNoter', 'trace_phase', 'run_job']
 
 # %% ../../nbs/92_monitor.trace.ipynb #imports
-import json, math, os, pickle, re, signal, time, traceback
+import faulthandler, json, math, os, pickle, re, signal, time, traceback
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,6 +103,7 @@ def _trace(job, packed, folder, phase):
 def _fork_tracer(job, packed, folder, phase):
     pid = os.fork()
     if pid: return pid
+    faulthandler.register(signal.SIGUSR1) # for who waits no longer
     try:
         os.environ['XLA_FLAGS'] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={folder} --xla_dump_hlo_as_proto"
         torch_xla._XLAC._set_ir_debug(True)
@@ -164,6 +165,7 @@ def run_job(
     folder, # With `job.json` and `learner.pkl`
 ):
     "Trace the steps, compile them, and write what the compiler says beside the job"
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     folder = Path(folder)
     job,packed = CompileJob(**json.loads((folder/'job.json').read_text())),pickle.loads((folder/'learner.pkl').read_bytes())
     say = lambda phase, what, **kw: (folder/f'{phase}.{what}').write_text(json.dumps(kw))
