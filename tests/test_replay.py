@@ -361,6 +361,16 @@ class Syncs(nn.Module):
         torch_xla.sync()
         return self.b(x)
 
+class Reassigns(nn.Module):
+    "Its buffer is another tensor after each step"
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(8, 3)
+        self.register_buffer('mean', torch.zeros(8))
+    def forward(self, x):
+        self.mean = .9*self.mean+.1*x.detach().mean(0)
+        return self.lin(x-self.mean)
+
 refused = dict(reads_param=(lambda: learner(ReadsParam), 'a step reads the device, or runs in several programs'),
     reads_batch=(lambda: learner(ReadsBatch), 'a step reads the device, or runs in several programs'),
     loose=(lambda: learner(Loose, splitter=lambda m: [params(m.a), params(m.b)]), '`scale` is in no group of the optimizer, so its gradients add up'),
@@ -374,6 +384,8 @@ refused = dict(reads_param=(lambda: learner(ReadsParam), 'a step reads the devic
     own_step=(lambda: learner(opt_func=lambda ps, **kw: Own(ps, [], lr=.01)), 'the step of Own is not one operation on the device'),
     iterations=(with_iter_loss, 'with_iter_loss.<locals>.<lambda> reads `train_iter`, which is another in each step'),
     growing=(growing, 'no step is like the one before: the first of its kind'),
+    reassigns=(lambda: learner(Reassigns), 'each step makes a new `mean`'),
+    larc=(lambda: learner(opt_func=Larc), 'each step makes a new `local_lr`'),
     skips=(lambda: learner(cbs=NaNGuard('skip')), 'NaNGuard has `before_batch`'))
 
 @pytest.mark.parametrize('name', refused)

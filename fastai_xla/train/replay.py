@@ -114,9 +114,13 @@ class StepPlans:
         self.differs = plan.differs(old)
         plan.seen = 0 if changed else 1 if self.differs else old.seen+1
         self.plans[self.key],self.n_changes = plan,(self.n_changes+1 if changed else 0)
-        self.n_new = self.n_new+1 if self.differs else 0
-        if self.n_new>=5*self.confirm: self.odd = f'no step is like the one before: {self.differs}'
+        self._note_new(self.differs and f'no step is like the one before: {self.differs}')
         if self.n_changes>self.confirm: self.odd = f'a step changes {changed}'
+
+    def _note_new(self, why):
+        "Count the steps in a row that are like none before, as the first is; after several, give up"
+        self.n_new = self.n_new+1 if why else 0
+        if self.n_new>=5*self.confirm: self.odd = why
 
     def _ask(self, odd, ready=False):
         "Are all ranks `ready`, and the first reason why one of them must trace its steps"
@@ -150,7 +154,7 @@ class StepTracing(StepPlans):
         given,parts,changed = self.open,self.parts,first_change(self.host, host_state(learn, self.functions))
         for k in ('pred','loss'): setattr(learn, k, map_tensors(lambda ts: [t.detach() for t in ts], getattr(learn, k)))
         learn.loss_grad = learn.loss # lets go of the graph
-        if {id(t) for t in placed_tensors(learn).values()} - {id(t) for t in parts.state}: return False # the optimizer's state was made
+        if new := [k[-1] for k,t in placed_tensors(learn).items() if id(t) not in parts.ids]: return self._note_new(f'each step makes a new `{new[0]}`')
         outs,left = parts.left(given)
         self.odd = self.odd or self._why_no_program(learn, left)
         if self.odd: return False
@@ -169,8 +173,7 @@ class StepTracing(StepPlans):
         if n_device_calls()!=self.calls: return 'a step reads the device, or runs in several programs'
         if left is None: return 'a step sends tensors of its own'
         if why := loose_gradient(learn): return why
-        ctx = xm._get_device_context()
-        if getattr(ctx, 'step_closures', ()) or getattr(ctx, 'async_step_closures', ()): return 'a step adds closures, which must run in each'
+        if any(getattr(xm._get_device_context(), o, ()) for o in ('step_closures','async_step_closures')): return 'a step adds closures, which must run in each'
         return kept_of_step(self.parts.state, [t for _,ts in self.parts.found() for t in ts], self.capture.taken)
 
 # %% ../../nbs/46_train.replay.ipynb #replay

@@ -48,15 +48,16 @@ class _Run:
         for g in dict.fromkeys(pending): self.barrier.meet(me.rank, f'the run of {pending.count(g)} collectives', g)
 
 # %% ../../nbs/51_virtual_cores.collectives.ipynb #table
-_stand_ins = []
+_recording,_running = [],[] # stand-ins of what records collectives, and of what runs graphs that may hold some
 
 def _stands_for(
+    table:list, # The one of the two that has it
     owner, # Called without arguments: the module or class
     *names # Of its functions
 ):
     "Decorator: while replicas run, `f(old, *args)` takes the place of each of `names` of `owner()`"
     def _inner(f):
-        _stand_ins.extend((owner, name, f) for name in names)
+        table.extend((owner, name, f) for name in names)
         return f
     return _inner
 
@@ -65,7 +66,7 @@ def lend_collectives(
     table:list|None=None # (owner, name, function); None: all of this room
 ):
     "Have the functions of `table` stand for torch_xla's until `loans` are given back"
-    for owner,name,f in table or _stand_ins:
+    for owner,name,f in table or [*_recording, *_running]:
         old = getattr(owner(), name)
         loans.put(owner(), name, wraps(old)(_after(f, old)))
 
@@ -75,7 +76,7 @@ def _after(f, old):
 
 def _lib(): return torch_xla._XLAC
 
-_collective = partial(_stands_for, _lib)
+_collective,_runs_graphs = partial(_stands_for, _recording, _lib),partial(_stands_for, _running, _lib)
 
 # %% ../../nbs/51_virtual_cores.collectives.ipynb #reduce
 def _reduce_flat(op, xs, scale, groups):
@@ -109,7 +110,7 @@ def _all_reduce(old, op, x, scale, groups, pin_layout=True):
 @_collective('_xla_all_reduce_inplace')
 def _all_reduce_inplace(old, op, xs, scale, groups, pin_layout=True): _fill(xs, _reduce(op, xs, scale, groups))
 
-@_stands_for(lambda: torch.ops._c10d_functional, 'all_reduce')
+@_stands_for(_recording, lambda: torch.ops._c10d_functional, 'all_reduce')
 def _c10d_all_reduce(old, x, op, group=''): return _lib()._xla_all_reduce(op, x, 1., [], True)
 
 # %% ../../nbs/51_virtual_cores.collectives.ipynb #gather
@@ -151,7 +152,7 @@ def _reduce_scatter_list_out(old, op, outs, xs, *args):
     return _fill(outs, xs, token)
 
 # %% ../../nbs/51_virtual_cores.collectives.ipynb #pinned
-@_stands_for(lambda: xm, '_all_gather_using_all_reduce')
+@_stands_for(_recording, lambda: xm, '_all_gather_using_all_reduce')
 def _all_gather_pinned(old, x, dim=0, groups=None, pin_layout=True):
     return _gather(x, range(x.dim())[dim], len(groups[0]) if groups else _Run.now.n, groups or [])
 
@@ -183,27 +184,27 @@ def _launch(old, device, *args, wait=True, **kwargs):
         with _Run.now.compiling: old(*args, wait=False, **kwargs)
     if wait: _lib()._xla_wait_device_ops(real)
 
-@_stands_for(_lib, '_xla_step_marker')
+@_runs_graphs('_xla_step_marker')
 def _step_marker(old, device='', devices=(), wait=True, reset_scope=True):
     device = device or _lib()._xla_get_default_device()
     _Run.now.meet_pending(_Run.now.replica(device))
     _launch(old, device, device, list(devices), wait=wait, reset_scope=reset_scope)
 
 # %% ../../nbs/51_virtual_cores.collectives.ipynb #again
-@_collective('_get_graph_hash')
+@_runs_graphs('_get_graph_hash')
 def _hash(old, xs):
     key = old(xs)
     _Run.now.programs[key] = _Run.now.replica(xs[0].device).pending
     return key
 
-@_collective('_xla_set_enable_alias_with_buffer_donor_config')
+@_runs_graphs('_xla_set_enable_alias_with_buffer_donor_config')
 def _set_donation(old, on):
     "Set the flag by which graphs are compiled, while no other replica compiles"
     if on: _Run.now.compiling.acquire()
     old(on)
     if not on: _Run.now.compiling.release()
 
-@_collective('_run_cached_graph')
+@_runs_graphs('_run_cached_graph')
 def _run_again(old, key, ins):
     "Run a program that has been compiled, with the peers of its collectives"
     me = _Run.now.replica(_lib()._xla_get_default_device())
@@ -211,7 +212,7 @@ def _run_again(old, key, ins):
     _Run.now.meet_pending(me)
     with me.lock: return old(key, ins)
 
-@_collective('_set_all_reduce_token')
+@_runs_graphs('_set_all_reduce_token')
 def _set_token(old, device, token):
     if token is None: # the next all-reduce is the first of a chain
         me = _Run.now.replica(device)
@@ -221,7 +222,7 @@ def _set_token(old, device, token):
 # %% ../../nbs/51_virtual_cores.collectives.ipynb #sync-multi
 _ops = 'xla::cross_replica_sum', 'xla::all_gather', 'xla::reduce_scatter'
 
-@_stands_for(_lib, '_xla_sync_multi')
+@_runs_graphs('_xla_sync_multi')
 def _sync_multi(old, xs, devices=(), wait=True, sync_xla_data=True):
     if not len(xs): return
     device = str(xs[0].device)
@@ -239,12 +240,12 @@ def _run_for(x):
     count_call()
     _lib()._xla_sync_multi([x], [], sync_xla_data=False)
 
-@_stands_for(lambda: torch.Tensor, *'item cpu tolist __bool__ __int__ __float__ __index__'.split())
+@_stands_for(_running, lambda: torch.Tensor, *'item cpu tolist __bool__ __int__ __float__ __index__'.split())
 def _read(old, self, *args, **kwargs):
     _run_for(self)
     return old(self, *args, **kwargs)
 
-@_stands_for(lambda: torch.Tensor, 'to')
+@_stands_for(_running, lambda: torch.Tensor, 'to')
 def _to(old, self, *args, **kwargs):
     target = args[0] if args else kwargs.get('device')
     if isinstance(target, (str, torch.device)) and torch.device(target).type=='cpu': _run_for(self)

@@ -18,7 +18,7 @@ from ..runtime.device import device_kind, n_processes, require_xla, runtime_star
 from ..runtime.args import check_bool, check_int
 from ..patches.registry import Loans
 from .barrier import ReplicaError, _have_come, _home, _Meeting
-from .collectives import _hash, lend_collectives, _lib, _Run, _read, _run_again, _set_donation, _set_token, _stand_ins, _step_marker, _sync_multi, _to
+from .collectives import lend_collectives, _lib, _recording, _Run
 from .replicas import _lend_spawn, _spawn_loans, _use_threads
 
 # %% ../../nbs/53_virtual_cores.processes.ipynb #place
@@ -78,7 +78,7 @@ class _Peers:
         self.n_runs += 1
         run = _Joined(self, _Meeting(self.rank, self.n, dist.PrefixStore(f'run{self.n_runs}', self.store), self.homes))
         run.replica(None).token = torch.zeros(1).to(torch_xla.device())
-        lend_collectives(run.loans, [*_through_host, *(o for o in _stand_ins if o[2] not in _for_threads)])
+        lend_collectives(run.loans, [*_through_host, *_recording])
         return run
 
     def channel(self, group):
@@ -126,7 +126,6 @@ def _reduce_scatter(old, op, x, token, scale, dim, count, groups, *_):
     return _reduced(op, host, scale, group).chunk(count, dim)[group.index(_Run.now.peers.rank)].to(x.device), token
 
 _through_host = [(_lib, f'_xla_{k}', f) for k,f in (('spmd_all_reduce', _all_reduce), ('all_gather', _all_gather), ('reduce_scatter', _reduce_scatter))]
-_for_threads = _step_marker,_sync_multi,_read,_to,_hash,_run_again,_set_donation,_set_token # meet before a graph is run; here no graph holds a collective
 
 # %% ../../nbs/53_virtual_cores.processes.ipynb #take-part
 def _lend_ordinals(peers):
