@@ -1,5 +1,5 @@
 "Steps that are run again equal steps that are traced, to the last bit; those that are not the same each time are traced, are right, and say why."
-import os, random, signal, tempfile
+import os, random, re, signal, tempfile
 from itertools import count, cycle
 from copy import deepcopy
 import numpy as np, pytest
@@ -8,7 +8,7 @@ from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.mixup import CutMix, MixUp
 from fastai.callback.schedule import *
 from fastai.callback.training import GradientAccumulation, GradientClip
-from fresh import run_ok
+from fresh import repo, run, run_ok
 from torch.nn import functional as F
 
 def is_same(a, b):
@@ -480,3 +480,11 @@ for a,b in zip(*res): assert a==b, f'{a} != {b}'
 assert any('devices=' in o for o in res[1][3])
 """, CPU_NUM_DEVICES='2')
     eq([int(o) for o in out.split()], [0,25])
+
+def test_idioms():
+    "Some of benchmarks/replay_idioms.py, each trained with steps that are run again and with traced ones"
+    names = 'tensor_of_validation number_of_validation teacher_in_the_model loss_with_running_weights batchnorm_at_rest weights_come_back optimizer_forgets'.split()
+    res = run(repo/'benchmarks'/'replay_idioms.py', '--idioms', *names)
+    rows = [o.split(maxsplit=1) for o in res.stdout.splitlines()]
+    assert res.returncode==0 and [o[0] for o in rows]==names, f'{res.stdout}\n{res.stderr}'
+    assert all(re.fullmatch('the same: (2[89]|3[01]) of 36 training steps were run again without tracing', o[1]) for o in rows), res.stdout

@@ -117,10 +117,10 @@ class StepPlans:
         self._note_new(self.differs and f'no step is like the one before: {self.differs}')
         if self.n_changes>self.confirm: self.odd = f'a step changes {changed}'
 
-    def _note_new(self, why):
+    def _note_new(self, why, most=5):
         "Count the steps in a row that are like none before, as the first is; after several, give up"
         self.n_new = self.n_new+1 if why else 0
-        if self.n_new>=5*self.confirm: self.odd = why
+        if self.n_new>=most*self.confirm: self.odd = why
 
     def _ask(self, odd, ready=False):
         "Are all ranks `ready`, and the first reason why one of them must trace its steps"
@@ -154,7 +154,7 @@ class StepTracing(StepPlans):
         given,parts,changed = self.open,self.parts,first_change(self.host, host_state(learn, self.functions))
         for k in ('pred','loss'): setattr(learn, k, map_tensors(lambda ts: [t.detach() for t in ts], getattr(learn, k)))
         learn.loss_grad = learn.loss # lets go of the graph
-        if new := [k[-1] for k,t in placed_tensors(learn).items() if id(t) not in parts.ids]: return self._note_new(f'each step makes a new `{new[0]}`')
+        if new := [k[-1] for k,t in placed_tensors(learn).items() if id(t) not in parts.ids]: return self._note_new(f'each step makes a new `{new[0]}`', 2)
         outs,left = parts.left(given)
         self.odd = self.odd or self._why_no_program(learn, left)
         if self.odd: return False

@@ -1,0 +1,340 @@
+"""What users write into models, losses, callbacks and optimizers, trained with steps that are run again and with traced steps: is it the same to the last bit?
+
+    python benchmarks/replay_idioms.py                                   # every idiom on one core
+    python benchmarks/replay_idioms.py --form sharded                    # on a mesh of two cores; `distributed`: on two replicas
+    python benchmarks/replay_idioms.py --idioms deque dropout_by_epoch   # some
+
+Prints for each how many steps were run again, and else why they were traced. The exit status is 1 if losses, metrics or weights differ anywhere.
+"""
+import itertools, os, random, sys, warnings
+for k,v in dict(OMP_NUM_THREADS='1', PJRT_DEVICE='CPU', XLA_FLAGS='--xla_backend_optimization_level=0').items(): os.environ.setdefault(k, v) # compiles faster
+warnings.filterwarnings('ignore')
+from argparse import ArgumentParser
+from collections import deque
+from copy import deepcopy
+from functools import partial
+import numpy as np, torch
+import torch.nn.functional as F
+from torch import nn
+from fastai.basics import *
+from fastai.callback.all import *
+from fastai_xla.all import *
+
+# ---- Learners
+
+def samples():
+    x = torch.randn(96, 12, generator=torch.Generator().manual_seed(0))
+    return list(zip(x, x[:,:4].argmax(1)))
+
+def mlp(mid=nn.ReLU): return nn.Sequential(nn.Linear(12, 16), mid(), nn.Linear(16, 4))
+
+def learner(model=None, loss=None, cbs=None, drop_last=True, **kwargs):
+    dls = DataLoaders(TfmdDL(samples(), bs=10, shuffle=True, drop_last=drop_last, num_workers=0), TfmdDL(samples()[:32], bs=8, num_workers=0))
+    return Learner(dls, model or mlp(), loss_func=loss or CrossEntropyLossFlat(), metrics=accuracy, cbs=cbs, **kwargs)
+
+class Pre(nn.Module):
+    "A model whose inputs go through `pre(self, x)` first; `parts` are its attributes, tensors among them its buffers"
+    def __init__(self, pre, **parts):
+        super().__init__()
+        self.net,self._pre = mlp(),pre
+        for k,v in parts.items(): (partial(self.register_buffer, k) if isinstance(v, torch.Tensor) else partial(setattr, self, k))(v)
+    def forward(self, x): return self.net(self._pre(self, x))
+
+class At(Callback):
+    "Calls `f(self)` in the event `name`"
+    def __init__(self, name, f): setattr(self, name, partial(f, self))
+
+def each_epoch(f): return At('before_epoch', f)
+
+# ---- idioms: functions that return a Learner
+
+IDIOMS = {}
+def idiom(f): IDIOMS[f.__name__] = f; return f
+
+def pre_idiom(name, **parts):
+    "Decorator: a model with this `pre`, and the callbacks of `parts`"
+    cbs = parts.pop('cbs', None)
+    def _inner(pre): IDIOMS[name] = lambda: learner(Pre(pre, **deepcopy(parts)), cbs=cbs() if cbs else None)
+    return _inner
+
+@pre_idiom('buffer_in_place', n=torch.zeros(()))
+def _(m, x):
+    m.n.add_(1)
+    return x*(1+m.n/50)
+
+@pre_idiom('buffer_made_anew', mean=torch.zeros(12))
+def _(m, x):
+    m.mean = .9*m.mean+.1*x.detach().mean(0)
+    return x-m.mean
+
+@pre_idiom('tensor_of_the_step_before', last=None)
+def _(m, x):
+    was,m.last = m.last,x.detach().mean(0)
+    return x if was is None else x+was
+
+@pre_idiom('deque', seen=deque(maxlen=3))
+def _(m, x):
+    was = sum(m.seen)
+    m.seen.append(x.detach().mean(0))
+    return x+was
+
+@pre_idiom('dict', seen={})
+def _(m, x):
+    was,m.seen['mean'] = m.seen.get('mean', 0),x.detach().mean(0)
+    return x+was
+
+@pre_idiom('tensor_of_validation', last=None)
+def _(m, x):
+    if not m.training: m.last = x.detach().mean(0)
+    return x if m.last is None or not m.training else x+m.last
+
+@pre_idiom('number_of_validation', scale=1.)
+def _(m, x):
+    if not m.training: m.scale *= 1.1
+    return x*m.scale
+
+@pre_idiom('every_third', k=0)
+def _(m, x):
+    m.k = (m.k+1)%3
+    return x*2 if m.k==0 else x
+
+@pre_idiom('list_that_turns', scales=[1.,1.1,1.2])
+def _(m, x):
+    m.scales.append(m.scales.pop(0))
+    return x*m.scales[0]
+
+@pre_idiom('counter', count=itertools.count())
+def _(m, x): return x*(1+next(m.count)/100)
+
+@pre_idiom('own_random', rng=random.Random(0))
+def _(m, x): return x*(1+m.rng.random())
+
+@pre_idiom('own_generator', rng=np.random.default_rng(0))
+def _(m, x): return x*(1+float(m.rng.random()))
+
+@pre_idiom('drawn_on_the_device')
+def _(m, x): return x*(1+torch.rand(12, device=x.device))
+
+def set_scale(cb): cb.model.scale = 1+cb.epoch/2
+@pre_idiom('number_by_epoch', scale=1., cbs=lambda: each_epoch(set_scale))
+def _(m, x): return x*m.scale
+
+def set_vector(cb): cb.model.by = torch.full((12,), 1.+cb.epoch).to(next(cb.model.parameters()).device)
+@pre_idiom('buffer_by_epoch', by=torch.ones(12), cbs=lambda: each_epoch(set_vector))
+def _(m, x): return x*m.by
+
+@pre_idiom('tensor_by_epoch', by=None, cbs=lambda: each_epoch(set_vector))
+def _(m, x): return x if m.by is None else x*m.by
+
+@idiom
+def teacher_in_the_model():
+    class Student(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.s = mlp()
+            self.t = deepcopy(self.s).requires_grad_(False)
+        def forward(self, x):
+            with torch.no_grad():
+                for t,s in zip(self.t.parameters(), self.s.parameters()) if self.training else (): t.mul_(.9).add_(s, alpha=.1)
+            return self.s(x)+.1*self.t(x)
+    return learner(Student())
+
+@idiom
+def center_as_parameter():
+    class Centered(nn.Module):
+        def __init__(self): super().__init__(); self.net,self.c = mlp(),nn.Parameter(torch.zeros(12), requires_grad=False)
+        def forward(self, x):
+            self.c.data = .9*self.c.data+.1*x.detach().mean(0)
+            return self.net(x-self.c)
+    return learner(Centered())
+
+@idiom
+def spectral_norm():
+    model = mlp()
+    model[0] = nn.utils.parametrizations.spectral_norm(model[0])
+    return learner(model)
+
+@idiom
+def tied_weights():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a,self.b,self.c = nn.Linear(12, 12),nn.Linear(12, 12),nn.Linear(12, 4)
+            self.b.weight = self.a.weight
+        def forward(self, x): return self.c(F.relu(self.b(F.relu(self.a(x)))))
+    return learner(Tied())
+
+# of losses
+
+def smoothed(logits, y, t=1.): return F.cross_entropy(logits*t, y)
+
+@idiom
+def loss_with_a_temperature():
+    class Loss(nn.Module):
+        def __init__(self): super().__init__(); self.t = 1.
+        def forward(self, p, y): return smoothed(p, y, self.t)
+    def warm(cb): cb.loss_func.t = 1.+cb.epoch
+    return learner(loss=Loss(), cbs=each_epoch(warm))
+
+@idiom
+def loss_with_running_weights():
+    class Loss(nn.Module):
+        def __init__(self): super().__init__(); self.w = None
+        def forward(self, p, y):
+            now = F.one_hot(y, 4).float().mean(0)
+            self.w = now if self.w is None else .9*self.w+.1*now
+            return F.cross_entropy(p, y, weight=1/(self.w+.1))
+    return learner(loss=Loss())
+
+@idiom
+def loss_of_the_epoch():
+    learn = learner(loss=lambda p, y: smoothed(p, y, 1+learn.epoch))
+    return learn
+
+@idiom
+def loss_of_the_progress():
+    learn = learner(loss=lambda p, y: smoothed(p, y, 1+learn.pct_train))
+    return learn
+
+@idiom
+def loss_that_is_exchanged():
+    def exchange(cb):
+        if cb.epoch==1: cb.learn.loss_func = LabelSmoothingCrossEntropyFlat()
+    return learner(cbs=each_epoch(exchange))
+
+# of callbacks
+
+@idiom
+def dropout_by_epoch():
+    def more(cb): cb.model[1].p = .1+.2*cb.epoch
+    return learner(mlp(nn.Dropout), cbs=each_epoch(more))
+
+@idiom
+def momentum_of_batchnorm():
+    def less(cb): cb.model[1].momentum = .1/(1+cb.epoch)
+    return learner(mlp(partial(nn.BatchNorm1d, 16)), cbs=each_epoch(less))
+
+@idiom
+def batchnorm_at_rest():
+    def rest(cb):
+        if cb.epoch==1: cb.model[1].eval()
+    return learner(mlp(partial(nn.BatchNorm1d, 16)), cbs=At('before_train', rest))
+
+@idiom
+def hook_for_an_epoch():
+    def hook(cb):
+        if cb.epoch==1: cb.handle = cb.model[0].register_forward_hook(lambda m, i, o: o*2)
+        if cb.epoch==2: cb.handle.remove()
+    return learner(cbs=each_epoch(hook))
+
+@idiom
+def thaws():
+    def thaw(cb): (cb.learn.unfreeze if cb.epoch else cb.learn.freeze)()
+    return learner(cbs=each_epoch(thaw), splitter=lambda m: L(m[0], m[2]).map(params))
+
+@idiom
+def weights_come_back():
+    def back(cb):
+        if cb.epoch==0: cb.first = {k: v.detach().cpu().clone() for k,v in cb.model.state_dict().items()}
+        if cb.epoch==2: cb.model.load_state_dict(cb.first)
+    return learner(cbs=each_epoch(back))
+
+@idiom
+def optimizer_forgets():
+    def forget(cb):
+        if cb.epoch==1: cb.opt.clear_state()
+    return learner(cbs=each_epoch(forget))
+
+@idiom
+def weight_decay_by_epoch(): return learner(cbs=each_epoch(lambda cb: cb.opt.set_hyper('wd', .1*(1+cb.epoch))))
+
+@idiom
+def learning_rate_by_batch(): return learner(cbs=At('before_batch', lambda cb: cb.opt.set_hyper('lr', 1e-3*(1+cb.iter))))
+
+@idiom
+def noise_on_inputs():
+    def noise(cb):
+        if cb.training: cb.learn.xb = (cb.x+.1*torch.randn_like(cb.x),)
+    return learner(cbs=At('before_batch', noise))
+
+@idiom
+def penalty():
+    def add(cb):
+        if cb.training: cb.learn.loss_grad = cb.learn.loss_grad+1e-3*sum(p.abs().sum() for p in cb.model.parameters())
+    return learner(cbs=At('after_loss', add))
+
+@idiom
+def weights_in_bounds():
+    @torch.no_grad()
+    def bound(cb):
+        for p in cb.model.parameters(): p.clamp_(-.2, .2)
+    return learner(cbs=At('after_step', bound))
+
+@idiom
+def average_of_weights():
+    @torch.no_grad()
+    def average(cb):
+        cb.mean = getattr(cb, 'mean', None) or [p.clone() for p in cb.model.parameters()]
+        for m,p in zip(cb.mean, cb.model.parameters()): m.mul_(.9).add_(p, alpha=.1)
+    return learner(cbs=At('after_step', average))
+
+@idiom
+def batches_left_out():
+    def skip(cb):
+        if cb.training and cb.iter%5==4: raise CancelBatchException()
+    return learner(cbs=At('before_batch', skip))
+
+@idiom
+def smaller_last_batch(): return learner(drop_last=False)
+
+for name,cb in dict(mixup=MixUp, accumulation=partial(GradientAccumulation, 24), clip=partial(GradientClip, .1), statistics=ActivationStats).items():
+    IDIOMS[name] = lambda cb=cb: learner(cbs=cb())
+for name,opt in dict(ranger=ranger, larc=Larc, lamb=Lamb, rmsprop=partial(RMSProp, mom=.9), qhadam=QHAdam, radam=RAdam, amsgrad=partial(OptimWrapper,
+        opt=partial(torch.optim.AdamW, amsgrad=True))).items():
+    IDIOMS[name] = lambda opt=opt: learner(opt_func=opt)
+
+# ---- both ways
+
+def trained(learn):
+    "What a training leaves, and what `learn.replay` says"
+    set_seed(8)
+    with learn.no_bar(), learn.no_logging():
+        learn.fit(3, 1e-2)
+        learn.fit_one_cycle(1, 1e-2)
+    numbers,weights = [learn.recorder.losses, *learn.recorder.values],to_host(list(learn.model.state_dict().values()))
+    return [*(np.array(list(map(float, o))) for o in numbers), *(o.numpy() for o in weights)],repr(learn.replay)
+
+def made(name):
+    set_seed(7)
+    return IDIOMS[name]()
+
+def replica(rank, name, replay):
+    "A replica is a thread here, and all draw from one random state, so Learners are made one after the other"
+    for r in range(world_size()):
+        if r==rank: learn = made(name)
+        barrier()
+    return trained(learn.to_tpu_distributed(replay=replay))
+
+FORMS = dict(tpu=lambda name, replay: trained(made(name).to_tpu(replay=replay)),
+    sharded=lambda name, replay: trained(made(name).to_tpu_sharded(fsdp=2, replay=replay)),
+    distributed=lambda name, replay: run_replicas(replica, name, replay, n=2)[0])
+
+def compare(form, name):
+    "Is what is trained the same both ways, and what was said of it"
+    (want,_),(got,said) = [FORMS[form](name, replay) for replay in (False,True)]
+    return len(want)==len(got) and all(np.array_equal(a, b, equal_nan=True) for a,b in zip(want, got)), said
+
+def main():
+    p = ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument('--form', choices=FORMS, default='tpu')
+    p.add_argument('--idioms', nargs='+', choices=IDIOMS, default=list(IDIOMS))
+    a = p.parse_args()
+    if a.form!='tpu': use_virtual_cores(2)
+    ok = True
+    for name in a.idioms:
+        same,said = compare(a.form, name)
+        ok = ok and same
+        print(f"{name:26} {'the same' if same else 'DIFFERS'}: {said}", flush=True)
+    sys.exit(not ok)
+
+if __name__=='__main__': main()
