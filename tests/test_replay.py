@@ -481,6 +481,20 @@ assert any('devices=' in o for o in res[1][3])
 """, CPU_NUM_DEVICES='2')
     eq([int(o) for o in out.split()], [0,25])
 
+def test_what_torch_frees_meanwhile(monkeypatch):
+    "A thread of torch's may free a graph, and with it tensors that Python has no name for, while they are looked at"
+    from fastai_xla.train import effects
+    state = torch.ones(3, device=xla_device(), requires_grad=True)
+    saved = state*2
+    graph,seen,stock = [(saved.exp()*saved).sum().grad_fn],[],effects.pending
+    del saved # the graph has it
+    def pending(ts):
+        if graph: seen.append(len(ts))
+        graph.clear()
+        return stock(ts)
+    monkeypatch.setattr(effects, 'pending', pending)
+    assert effects.kept_of_step([state], []) is None and seen[0]>0
+
 def test_idioms():
     "Some of benchmarks/replay_idioms.py, each trained with steps that are run again and with traced ones"
     names = 'tensor_of_validation number_of_validation teacher_in_the_model loss_with_running_weights batchnorm_at_rest weights_come_back optimizer_forgets'.split()
