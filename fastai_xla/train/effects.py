@@ -204,11 +204,11 @@ def _keepable(state, outs, taken):
     ts = [o for o in python_tensors(state[0].device) if id(o) not in own]
     todo = {id(o) for o in pending(ts)}
     def what(t):
-        try: number,node = tensor_id(t),node_id(t)
+        try:
+            if tensor_id(t) in ids: return '`detach()` or `data` of a tensor that a step changes'
+            if id(t) in todo: return None if id(t) in left else 'a tensor that a step computes'
+            if node_id(t) in taken: return 'a copy of what a step changes'
         except RuntimeError: return # a thread of torch's has freed it since
-        if number in ids: return '`detach()` or `data` of a tensor that a step changes'
-        if id(t) in todo: return None if id(t) in left else 'a tensor that a step computes'
-        if node in taken: return 'a copy of what a step changes'
     kinds = {id(t): what(t) for t in ts}
     return [t for t in ts if kinds[id(t)]],kinds
 
