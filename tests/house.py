@@ -50,11 +50,11 @@ class House:
         self.scripts = [p for o in scripts for p in sorted((self.root/o).rglob('*.py'))]
 
     @cached_property
-    def notebooks(self): return sorted(self.nbs.glob('[0-9][0-9]_*.ipynb'))
+    def notebooks(self): return sorted(self.nbs.glob('[0-9]*_*.ipynb'))
     @cached_property
     def rooms(self):
         "In the order of their numbers"
-        named = [(int(o.name[:2]), default_exp(o), o) for o in self.notebooks]
+        named = [(int(o.name.split('_')[0]), default_exp(o), o) for o in self.notebooks]
         return [Room(n, nm, o, self.package.joinpath(*nm.split('.')).with_suffix('.py')) for n,nm,o in sorted(named, key=lambda o: o[0]) if nm]
     @cached_property
     def modules(self):
@@ -75,11 +75,11 @@ class House:
     def numbers(self): return {o.name: o.number for o in self.rooms}
 
     def number(self, module):
-        "Of a room; the highest of a chapter's; 98 for `all`, which only `cli` imports; -1 for the package itself; None if there is no such module"
+        "Of a room; the highest of a chapter's; just below the last room for `all`, which only that one (`cli`) imports; -1 for the package itself; None if there is no such module"
         if module in ('','_modidx'): return -1
         if module in self.numbers: return self.numbers[module]
         if module in self.chapters: return max(o.number for o in self.chapters[module])
-        return 98 if module in self.modules else None
+        return max(self.numbers.values())-1 if module in self.modules else None
     def where(self, path, line=None): return str(path.relative_to(self.root)) + (f':{line}' if line else '')
     def tree(self, path): return ast.parse(path.read_text(encoding='utf-8'), str(path))
     def chapter_of(self, path):
@@ -170,11 +170,12 @@ def rule(f):
 
 @rule
 def numbers(house):
-    "A notebook's number is its own, its name is that of its module, and the rooms of a chapter follow each other"
+    "A notebook's number is its own and as long as the others', its name is that of its module, and the rooms of a chapter follow each other"
     res,seen,last,before = [],{},{},None
     for o in house.notebooks:
-        at,n,name,exp = house.where(o),o.name[:2],o.stem[3:],default_exp(o)
+        at,(n,name),exp = house.where(o),o.stem.split('_', 1),default_exp(o)
         if n in seen: res.append(f'{at}: {seen[n]} has the number {n} too; give it one of its own')
+        if seen and len(n)!=len(first := next(iter(seen))): res.append(f'{at}: its number has {len(n)} digits, {first} has {len(first)}; let files stand in the order of their numbers')
         seen.setdefault(n, o.name)
         if exp!=name: res.append(f'{at}: it exports {exp}; name the notebook {n}_{exp}.ipynb, or let default_exp be {name}')
         chapter = exp and '.' in exp and exp.split('.')[0]

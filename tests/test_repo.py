@@ -167,6 +167,7 @@ def outside(text): return with_cells(opt, f'>{text}', 'test_eq(1, 1)')
 def in_patches(text): return with_cells('10_patches.registry', f'>{text}', 'test_eq(1, 1)')
 faults = [
     ('numbers', {'43_train.other': ['#| export\nx = 1']}, {}, r'43_train\.other\.ipynb: 43_train\.optimizer\.ipynb has the number 43 too'),
+    ('numbers', {'445_train.other': ['default_exp train.other', '#| export\nx = 1']}, {}, r'445_train\.other\.ipynb: its number has 3 digits, 00 has 2'),
     ('numbers', {'44_train.other': ['default_exp train.another', '#| export\nx = 1']},
         {}, 'exports train.another; name the notebook 44_train.another.ipynb'),
     ('numbers', {'50_runtime.other': ['#| export\nx = 1']}, {}, r'50_runtime\.other\.ipynb: 43_train.* stands between it and 01_runtime.*; the rooms of a chapter follow'),
