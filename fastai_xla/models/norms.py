@@ -20,7 +20,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from ..runtime.device import xm
 from ..runtime.ranks import world_size
 from ..runtime.transfer import on_xla
-from ..patches.ops import frozen_norm, widen
+from ..patches.ops import affine, by_channel, frozen_norm, normed, widen
 
 # %% ../../nbs/320_models.norms.ipynb #standardize
 def center(
@@ -40,30 +40,23 @@ def standardize(
 ):
     "`x` with a mean of 0 and a variance of 1"
     d,_,var = center(x, dims)
-    return d*torch.rsqrt(var+eps)
+    return normed(d, var, eps)
 
 # %% ../../nbs/320_models.norms.ipynb #layer-norms
-def _affine(y, weight, bias, shape, dtype):
-    if weight is not None: y = y*weight.reshape(shape)
-    if bias is not None: y = y+bias.reshape(shape)
-    return y.to(dtype)
-
-def _by_channel(x): return (1,-1)+(1,)*(x.ndim-2)
-
 def _layer_norm(torch_, stock, x, normalized_shape, weight=None, bias=None, eps=1e-5, *args):
     if not on_xla(x): return stock(x, normalized_shape, weight, bias, eps, *args)
     dims = tuple(range(-len(normalized_shape), 0))
-    return _affine(standardize(widen(x), dims, eps), weight, bias, tuple(normalized_shape), x.dtype)
+    return affine(standardize(widen(x), dims, eps), weight, bias, tuple(normalized_shape), x.dtype)
 
 def _group_norm(torch_, stock, x, num_groups, weight=None, bias=None, eps=1e-5, *args):
     if not on_xla(x): return stock(x, num_groups, weight, bias, eps, *args)
     y = standardize(widen(x).reshape(len(x), num_groups, -1), -1, eps)
-    return _affine(y.reshape(x.shape), weight, bias, _by_channel(x), x.dtype)
+    return affine(y.reshape(x.shape), weight, bias, by_channel(x), x.dtype)
 
 def _instance_norm(torch_, stock, x, weight, bias, running_mean, running_var, use_input_stats, momentum, eps, *args):
     if not on_xla(x) or running_mean is not None:
         return stock(x, weight, bias, running_mean, running_var, use_input_stats, momentum, eps, *args)
-    return _affine(standardize(widen(x), tuple(range(2, x.ndim)), eps), weight, bias, _by_channel(x), x.dtype)
+    return affine(standardize(widen(x), tuple(range(2, x.ndim)), eps), weight, bias, by_channel(x), x.dtype)
 
 # %% ../../nbs/320_models.norms.ipynb #batch-norm
 def _batch_dims(x): return (0, *range(2, x.ndim))
@@ -79,7 +72,7 @@ def _batch_norm(torch_, stock, x, weight, bias, running_mean, running_var, train
     if not training and running_mean is not None: return frozen_norm(x, weight, bias, running_mean, running_var, eps)
     d,mean,var = center(widen(x), _batch_dims(x))
     if running_mean is not None: _track(running_mean, running_var, mean, var, x.numel()//x.shape[1], momentum)
-    return _affine(d*torch.rsqrt(var+eps), weight, bias, _by_channel(x), x.dtype)
+    return affine(normed(d, var, eps), weight, bias, by_channel(x), x.dtype)
 
 # %% ../../nbs/320_models.norms.ipynb #partition
 _partitioned = dict(layer_norm=_layer_norm, group_norm=_group_norm, instance_norm=_instance_norm, batch_norm=_batch_norm)
@@ -128,7 +121,7 @@ def _global_norm(m, stock, x):
         m.num_batches_tracked += 1
         momentum = 1/m.num_batches_tracked if m.momentum is None else m.momentum
         _track(m.running_mean, m.running_var, mean, var, x.numel()//x.shape[1]*world_size(), momentum)
-    return _affine(d*torch.rsqrt(var+m.eps), m.weight, m.bias, _by_channel(x), x.dtype)
+    return affine(normed(d, var, m.eps), m.weight, m.bias, by_channel(x), x.dtype)
 
 def lend_global_norms(
     model:nn.Module,

@@ -15,7 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 from ..runtime.transfer import on_xla
 from .deferred import deferred_init
-from .norms import standardize, widen
+from ..patches.ops import widen
+from .norms import standardize
 from ..runtime.args import check_int, check_type
 
 # %% ../../nbs/340_models.timm.ipynb #friendly

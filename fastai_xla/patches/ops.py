@@ -15,11 +15,37 @@ from ..runtime.device import program_kind, xm
 from ..runtime.transfer import on_xla
 from .registry import replaces
 
-# %% ../../nbs/140_patches.ops.ipynb #batch-norm
+# %% ../../nbs/140_patches.ops.ipynb #norm
 def widen(t):
     "`t` in float32 if it is in half precision"
     return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
 
+# %% ../../nbs/140_patches.ops.ipynb #normed
+def by_channel(x):
+    "The shape in which a number for each channel, the second dim of `x`, meets `x`"
+    return (1,-1)+(1,)*(x.ndim-2)
+
+def normed(
+    d, # A tensor without its mean
+    var, # Its variance
+    eps, # Added to the variance
+):
+    "`d` with a variance of 1"
+    return d*torch.rsqrt(var+eps)
+
+def affine(
+    y, # Any tensor
+    weight, # By which it is multiplied, or None
+    bias, # Which is added, or None
+    shape, # In which both meet it, see `by_channel`
+    dtype, # Of the result
+):
+    "`y` with a scale and a shift"
+    if weight is not None: y = y*weight.reshape(shape)
+    if bias is not None: y = y+bias.reshape(shape)
+    return y.to(dtype)
+
+# %% ../../nbs/140_patches.ops.ipynb #batch-norm
 def frozen_norm(
     x, # Any tensor, its channels in the second dim
     weight, # Of each channel, or None
@@ -29,10 +55,9 @@ def frozen_norm(
     eps, # Added to the variance
 ):
     "`x` normalized by statistics that are given"
-    mean,var,weight,bias = (o if o is None else o.reshape((1,-1)+(1,)*(x.ndim-2)) for o in (mean,var,weight,bias))
-    res = (widen(x)-mean)*torch.rsqrt(var+eps)
-    if weight is not None: res = res*weight
-    return (res if bias is None else res+bias).to(x.dtype)
+    shape = by_channel(x)
+    res = normed(widen(x)-mean.reshape(shape), var.reshape(shape), eps)
+    return affine(res, weight, bias, shape, x.dtype)
 
 def _wants_grad(*ts): return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in ts)
 
