@@ -49,6 +49,7 @@ class DeviceDL(BucketDL):
     "A loader around `dl` that can send its batches to `device`, padded; anything else is asked of `dl`"
     _spec = None
     waited = 0. # Seconds for which a batch was not ready when it was asked for
+    round_robin,n_total = False,0 # Do ranks get whole batches in turn? How many follow each other on all ranks?
     def __init__(self,
         dl, # A fastai `DataLoader`, a torch one, or a list of batches
         device, # XLA device
@@ -73,6 +74,7 @@ class DeviceDL(BucketDL):
 
     def __len__(self): return len(self.dl)
     def is_even(self, i): return True # has batch `i` on each rank the shape that it has here?
+    def step_sizes(self, i): return None # number of samples of batch `i` here and on all ranks, where ranks share a step
     def new(self, *args, **kwargs): return self.dl.new(*args, **kwargs)
 
     def _send(self, b):
@@ -98,9 +100,24 @@ class DeviceDL(BucketDL):
         "fastai asks the loader to bring `b` home: in one transfer, without the padding"
         return self.trim(to_host(b) if cpu else to_detach(b, cpu=False, gather=gather))
 
+# %% ../../nbs/250_data.loader.ipynb #asked
 def _no_tensor(b):
     return (f"The DataLoader gave a {type(b).__name__} without a tensor in it: {str(b)[:80]!r}. "
         "Only tensors can be sent to the device: return tensors or arrays from the dataset, or collate them.")
+
+def step_size(
+    dl, # A loader of any kind
+    i:int, # Number of a batch
+):
+    "Number of samples of batch `i` on all ranks; None where ranks do not share it"
+    sizes = dl.step_sizes(i) if isinstance(dl, DeviceDL) else None
+    return sizes and sizes[1]
+
+def seconds_waited(
+    dl, # A loader of any kind
+):
+    "Seconds for which a batch of `dl` was not ready when it was asked for; 0 where nobody counts them"
+    return dl.waited if isinstance(dl, DeviceDL) else 0.
 
 # %% ../../nbs/250_data.loader.ipynb #marked-dl
 class MarkedDL(DeviceDL):

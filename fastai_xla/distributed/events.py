@@ -17,6 +17,8 @@ from fastcore.all import L, noop
 from ..runtime.ranks import from_main, world_size
 from ..runtime.transfer import tensors_of
 from ..patches.learner import whole_model, xla_callbacks
+from ..data.loader import DeviceDL, step_size
+from ..train.move import set_hypers
 from ..train.state import is_display
 from ..train.stand_ins import begin_bar
 from ..train.on_device import settled
@@ -29,7 +31,8 @@ _shown = 'epoch','n_epoch','iter','n_iter','train_iter','pct_train','training','
 def loop_state(learn):
     "Where `learn` is in its loop, and of how many batches, as callbacks that show something read it"
     state = {k: vars(learn)[k] for k in _shown if k in vars(learn)}
-    return dict(state, dl=range(getattr(vars(learn).get('dl'), 'n_total', 0)))
+    dl = vars(learn).get('dl')
+    return dict(state, dl=range(dl.n_total if isinstance(dl, DeviceDL) else 0))
 
 @dataclass
 class EventMessage:
@@ -66,10 +69,6 @@ def shapes_of(
 
 def _hypers_of(opt): return [{k: v for k,v in h.items() if isinstance(v, (int,float,tuple))} for h in opt.hypers]
 
-def _set_hypers(opt, hypers):
-    "Give the groups of `opt` the hyper-parameters that they have on the main rank"
-    for k in hypers[0] if len(hypers)==len(opt.hypers) else (): opt.set_hyper(k, L([h[k] for h in hypers], use_list=None))
-
 @dataclass
 class BatchMessage:
     "A batch is done"
@@ -81,7 +80,7 @@ class BatchMessage:
     def play(self, player):
         learn,rec = player.learn,getattr(player.learn, 'recorder', None)
         if self.hypers:
-            if learn.opt is not None: _set_hypers(learn.opt, self.hypers)
+            if learn.opt is not None and len(self.hypers)==len(learn.opt.hypers): set_hypers(learn.opt, self.hypers)
             if rec is not None:
                 rec.lrs.append(self.hypers[-1]['lr'])
                 rec.losses.append(self.state['smooth_loss'])
@@ -161,7 +160,7 @@ class EventTeller(StopOnRequest):
         self.after_batch()
 
     def _shapes(self):
-        n = self.dl.step_sizes(self.iter)[1] if self.training and hasattr(self.dl, 'step_sizes') else find_bs(self.xb)
+        n = (step_size(self.dl, self.iter) if self.training else None) or find_bs(self.xb)
         return {k: shapes_of(list(getattr(self, k)), n) for k in ('xb','yb')}
 
     def _wait_for_loss(self, msg):
@@ -170,7 +169,7 @@ class EventTeller(StopOnRequest):
 
     def _tell_round(self, msg):
         self.sent = time.monotonic()
-        n,first = world_size() if getattr(self.dl, 'round_robin', False) else 1,self.iter
+        n,first = world_size() if isinstance(self.dl, DeviceDL) and self.dl.round_robin else 1,self.iter
         for i in range(first, min(first+n, len(msg.state['dl']) or first+n)):
             post(replace(msg, state={**msg.state, 'iter': i}, before={**msg.before, 'iter': i}))
 

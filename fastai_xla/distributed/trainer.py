@@ -16,7 +16,7 @@ from fastai.callback.training import GradientAccumulation
 from fastcore.all import L
 from ..runtime.device import torch_xla, xm, xr
 from ..runtime.ranks import broadcast, from_main, is_main, rank, world_size
-from ..runtime.transfer import on_xla
+from ..runtime.transfer import is_shard, on_xla
 from ..runtime.args import check_bool, check_choice
 from ..patches.augment import draw_by
 from ..data.rng import base_seed, kept_rng, OwnDraws, rng_lock
@@ -160,7 +160,7 @@ class GradientReducer(Callback):
 
     def before_step(self):
         self.tpu_distributed_trainer.align()
-        grads = [p.grad for p,*_ in self.opt.all_params(with_grad=True) if not hasattr(p, '_is_sharded')]
+        grads = [p.grad for p,*_ in self.opt.all_params(with_grad=True) if not is_shard(p)]
         if world_size()>1 and grads: xm.all_reduce(xm.REDUCE_SUM, grads, scale=1/world_size())
         if self.scale_lr: self._scale()
 

@@ -17,6 +17,7 @@ from torch.func import functional_call
 from ..runtime.device import torch_xla, xm
 from ..runtime.transfer import on_xla
 from ..patches.registry import Loans
+from ..data.loader import XLADL
 from .repeats import block_runs, named_tensors
 from .scan import loops_of, NoMarks
 from ..runtime.args import check_bool
@@ -142,7 +143,7 @@ class BlockRunner(Callback):
     def before_fit(self): self.plan(self.model)
 
     def before_train(self):
-        if not hasattr(self.dl, 'when_done'): return # not on an XLA device
+        if not isinstance(self.dl, XLADL): return # not on an XLA device
         self.start(self.model)
         self.dl.when_done(self.release)
 

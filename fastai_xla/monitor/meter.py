@@ -19,6 +19,7 @@ from ..runtime.ranks import is_main, world_size
 from ..runtime.table import RowTable
 from ..runtime.args import check_bool, check_choice, check_number
 from ..patches.learner import around_phases
+from ..data.loader import seconds_waited, step_size
 from ..train.trainer import TPUTrainer
 from ..launch.replica import post
 from ..distributed.events import EventTeller
@@ -63,18 +64,17 @@ class MeterSums(Callback):
 
     def _begin(self):
         "The clocks begin"
-        self.open,self.start,self.last,self.waited = self.total,dict(self.total),self.read(),getattr(self.dl, 'waited', 0.)
+        self.open,self.start,self.last,self.waited = self.total,dict(self.total),self.read(),seconds_waited(self.dl)
 
     def before_batch(self):
         if self.training and self.total is not self.open: self._begin()
 
     def _n_samples(self):
-        sizes = getattr(self.dl, 'step_sizes', None)
-        return sizes(self.iter)[1] if sizes else find_bs(self.xb)
+        return step_size(self.dl, self.iter) or find_bs(self.xb)
 
     def after_batch(self):
         if not self.training: return
-        now,waited,n = self.read(),getattr(self.dl, 'waited', 0.),self._n_samples()
+        now,waited,n = self.read(),seconds_waited(self.dl),self._n_samples()
         times = step_times(self.last, now, waited-self.waited, self.n_here)
         sums = dict(times, steps=1, samples=n, core_seconds=times['seconds']*self.n_cores, flops=n*(self.flops or 0.))
         for k,v in sums.items(): self.total[k] += v
@@ -177,8 +177,7 @@ _epochs = WeakKeyDictionary() # Of a Learner's last fit: the sums of each epoch,
 
 def _n_done(dl, n):
     "Samples of the first `n` batches of an epoch, of all cores"
-    sizes = getattr(dl, 'step_sizes', None)
-    if sizes: return sum(sizes(i)[1] for i in range(n))
+    if n and step_size(dl, 0) is not None: return sum(step_size(dl, i) for i in range(n))
     most = n*(getattr(dl, 'bs', None) or 1)
     return min(most, getattr(dl, 'n', None) or most)
 
@@ -203,11 +202,11 @@ class SpeedMessage:
 @contextmanager
 def _timed_epoch(learn, sums):
     dl,start,n,(n_cores,n_here) = learn.dl,read_clocks(),getattr(learn, 'train_iter', 0),_cores(learn)
-    waited = getattr(dl, 'waited', 0.)
+    waited = seconds_waited(dl)
     yield
     n = getattr(learn, 'train_iter', 0)-n
     if not n or n!=getattr(learn, 'iter', -1)+1: return # no batch, or a checkpoint has passed over some
-    waited = getattr(learn.dl, 'waited', 0.)-(waited if learn.dl is dl else 0.)
+    waited = seconds_waited(learn.dl)-(waited if learn.dl is dl else 0.)
     times = step_times(start, read_clocks(), waited, n_here)
     sums.append({**_sums, **times, 'steps': n, 'samples': _n_done(learn.dl, n), 'core_seconds': times['seconds']*n_cores})
 

@@ -14,11 +14,12 @@ from fastai.basics import Callback, CancelStepException
 from fastai.callback.training import GradientAccumulation
 from ..runtime.device import xm
 from ..runtime.ranks import is_main, world_size
-from ..runtime.transfer import on_xla, send, to_host
+from ..runtime.transfer import is_shard, on_xla, send, to_host
 from ..runtime.args import check_choice
 from ..patches.grads import grad_of
 from ..models.norms import running_stats
 from ..train.steppers import mask_of, mask_step, StepMask
+from ..train.meters import DeviceSmoothLoss
 from ..train.on_device import OnDevice
 
 # %% ../../nbs/940_monitor.nan_guard.ipynb #error
@@ -47,7 +48,7 @@ class BadSteps:
         "Look at the gradients; returns whether all are finite, and the number of bad steps before"
         zero = torch.zeros_like(self.n_bad)
         flags = torch.stack([zero if g is None else (~torch.isfinite(g).all()).int() for g in map(grad_of, self.params)])
-        if world_size()>1 and any(hasattr(p, '_is_sharded') for p in self.params): flags = xm.all_reduce(xm.REDUCE_MAX, flags)
+        if world_size()>1 and any(map(is_shard, self.params)): flags = xm.all_reduce(xm.REDUCE_MAX, flags)
         before,is_bad = self.n_bad,(flags>0).any().int()
         self.flags = torch.where(before>0, self.flags, flags)
         self.n_bad = before+is_bad
@@ -140,7 +141,7 @@ class NaNGuard(BadStepWatch):
     def _loss_batch(self):
         "The number of the first batch whose loss has come home and is not finite"
         meter = self.recorder.smooth_loss
-        if not hasattr(meter, 'history'): return None if torch.isfinite(self.loss).all() else self.train_iter
+        if not isinstance(meter, DeviceSmoothLoss): return None if torch.isfinite(self.loss).all() else self.train_iter
         new,start = meter.history[self.n_seen:],self.n_seen
         self.n_seen += len(new)
         return next((start+i+1 for i,o in enumerate(new) if not math.isfinite(o)), None)

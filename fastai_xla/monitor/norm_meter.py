@@ -15,6 +15,7 @@ from fastai.callback.training import GradientAccumulation
 from fastcore.all import L
 from ..runtime.device import xm
 from ..runtime.ranks import world_size
+from ..runtime.transfer import is_shard
 from ..runtime.args import check_choice
 from ..patches.grads import grad_of
 from ..train.on_device import OnDevice
@@ -28,8 +29,8 @@ def group_squares(
 ):
     "Of each group the sum of squares of what `f` gives, as one tensor"
     device = next(p for g in groups for p in g).device
-    def sums(spread): return torch.stack([torch.zeros((), device=device)+_square([f(p) for p in g if hasattr(p, '_is_sharded')==spread]) for g in groups])
-    if world_size()==1 or not any(hasattr(p, '_is_sharded') for g in groups for p in g): return sums(False)+sums(True)
+    def sums(spread): return torch.stack([torch.zeros((), device=device)+_square([f(p) for p in g if is_shard(p)==spread]) for g in groups])
+    if world_size()==1 or not any(is_shard(p) for g in groups for p in g): return sums(False)+sums(True)
     return sums(False)+xm.all_reduce(xm.REDUCE_SUM, sums(True))
 
 # %% ../../nbs/980_monitor.norm_meter.ipynb #norm-meter

@@ -18,6 +18,7 @@ from ..runtime.counts import compile_seconds, run_seconds
 from ..runtime.table import RowTable
 from ..runtime.args import check_bool, check_int, check_path, wrong_arg
 from ..patches.learner import XLACallback
+from ..data.loader import seconds_waited
 from ..train.capture import StepTracer
 
 # %% ../../nbs/970_monitor.profile.ipynb #trace
@@ -76,7 +77,7 @@ class StepPhases(XLACallback):
         self.base = None
 
     def _begin_step(self):
-        self.row,self.at,self.waited = {k: [0., 0.] for k in phase_names},self._now(),getattr(self.dl, 'waited', 0.)
+        self.row,self.at,self.waited = {k: [0., 0.] for k in phase_names},self._now(),seconds_waited(self.dl)
         if self.trace: self.trace.enter('fastai: input')
 
     def _now(self): return time.perf_counter(),time.thread_time()
@@ -95,7 +96,7 @@ class StepPhases(XLACallback):
     def before_batch(self):
         if not self.open or not self.training: return
         self._end('before_batch', 'forward')
-        waited = min(getattr(self.dl, 'waited', 0.)-self.waited, self.row['input'][0])
+        waited = min(seconds_waited(self.dl)-self.waited, self.row['input'][0])
         self.row['wait'][0] += waited
         self.row['input'][0] -= waited
 
@@ -179,16 +180,16 @@ class ProfiledSteps(StepPhases):
 
     def before_train(self):
         if self.open: self._start_clocks()
-        else: self._look()
+        else: self._begin_if_due()
 
     def after_batch(self):
         if not self.training: return
         if self.open:
             self._end_step()
             if self.train_iter>=self.first[1]: self._finish()
-        else: self._look()
+        else: self._begin_if_due()
 
-    def _look(self):
+    def _begin_if_due(self):
         "Begin, if it is time"
         if self.train_iter!=self.first[0] or hasattr(self, 'lr_finder'): return
         if self.writes and is_main(): self.trace = TraceFile(Path(self.learn.path)/self.folder)

@@ -91,6 +91,13 @@ def to_host(
     "`b` with its XLA tensors on the host, detached, fetched in one transfer"
     return map_tensors(lambda ts: [t.detach() for t in _fetch(ts)], b)
 
+# %% ../../nbs/030_runtime.transfer.ipynb #is-shard
+def is_shard(
+    p, # A parameter
+):
+    "Is `p` a rank's piece of what torch_xla's FSDP has wrapped?"
+    return hasattr(p, '_is_sharded')
+
 # %% ../../nbs/030_runtime.transfer.ipynb #send
 def send(
     ts:list, # Tensors of the host

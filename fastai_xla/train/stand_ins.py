@@ -26,6 +26,7 @@ from ..runtime.transfer import send, to_host
 from ..patches.registry import Loan, Loans
 from ..patches.ops import raw
 from ..patches.augment import inside_boxes, thread_draws
+from ..data.loader import step_size
 from ..models.text import kept_positions, mean_over, text_encoder
 from .move import host_values
 from .state import is_display
@@ -113,8 +114,7 @@ def begin_bar(
 # %% ../../nbs/430_train.stand_ins.ipynb #accumulation
 def _step_size(cb):
     "Number of samples of this batch on all replicas; None if there is one"
-    sizes = getattr(cb.learn.dl, 'step_sizes', None)
-    return sizes and sizes(cb.iter)[1]
+    return step_size(cb.learn.dl, cb.iter)
 
 def _n_acc(cb):
     "Number of samples of a step on all replicas: `n_acc` is that of one, as the batch size is"

@@ -8,7 +8,6 @@ Docs: https://fastai-xla.github.io/fastai_xla/train.strict.html.md"""
 __all__ = ['NotSteady', 'StrictSteps']
 
 # %% ../../nbs/480_train.strict.ipynb #imports
-from ..patches.learner import XLACallback
 import inspect, linecache, sys
 from collections import Counter
 import torch
@@ -17,6 +16,9 @@ from torch.overrides import TorchFunctionMode
 from ..runtime.counts import fallbacks, n_reads, on_read, n_compiles, reads_are_own, xla_counts
 from ..runtime.transfer import on_xla, tensors_of
 from ..runtime.args import check_int
+from ..patches.learner import XLACallback
+from ..data.loader import DeviceDL
+from .meters import DeviceMetric
 
 # %% ../../nbs/480_train.strict.ipynb #where
 class NotSteady(RuntimeError):
@@ -36,25 +38,25 @@ def _user_frame():
         f = f.f_back
     return fastai
 
-def _place(file, line, name): return f'{file}:{line}, in {name}: {linecache.getline(file, line).strip()}'
+def _line_of(file, line, name): return f'{file}:{line}, in {name}: {linecache.getline(file, line).strip()}'
 
-def _place_of(f): return 'code that Python does not see' if f is None else _place(f.f_code.co_filename, f.f_lineno, f.f_code.co_name)
+def _place_of(f): return 'code that Python does not see' if f is None else _line_of(f.f_code.co_filename, f.f_lineno, f.f_code.co_name)
 
 def _fed_metric():
     "The user's metric that is fed on the host in this very call, if one is"
     f = sys._getframe(1)
     while f is not None and f.f_code is not _loop:
         o = f.f_locals.get('self')
-        if f.f_code.co_name=='accumulate' and getattr(o, 'urgent', False): return type(o.metric)
+        if f.f_code.co_name=='accumulate' and isinstance(o, DeviceMetric) and o.urgent: return type(o.metric)
         f = f.f_back
 
 # %% ../../nbs/480_train.strict.ipynb #calls
-def _brief(o):
+def _traced_form(o):
     "What of an argument is part of a graph"
     if isinstance(o, torch.Tensor): return f"{str(o.dtype)[6:]}{list(o.shape)}"
     if isinstance(o, float): return o if o in (0,1) else 'float'
-    if isinstance(o, (list,tuple)): return tuple(map(_brief, o))
-    if isinstance(o, dict): return tuple((k,_brief(v)) for k,v in o.items())
+    if isinstance(o, (list,tuple)): return tuple(map(_traced_form, o))
+    if isinstance(o, dict): return tuple((k,_traced_form(v)) for k,v in o.items())
     return o if isinstance(o, (int,str,bool,torch.dtype,type(None))) else type(o).__name__
 
 def _is_traced(o):
@@ -81,7 +83,7 @@ class _Watcher(TorchFunctionMode):
 
     def _note(self, func, args, kwargs):
         f = _user_frame()
-        self.calls.append(((_name(func), _brief(args), _brief(kwargs)), f and (f.f_code.co_filename, f.f_lineno, f.f_code.co_name)))
+        self.calls.append(((_name(func), _traced_form(args), _traced_form(kwargs)), f and (f.f_code.co_filename, f.f_lineno, f.f_code.co_name)))
 
 def _first_change(old, new):
     "The first call of `new` that is not in `old`, and where it stands; None if the calls are the same"
@@ -115,7 +117,7 @@ def _change(change):
         return ("it calls the same functions of torch as the one before. A tensor on the device that the step before made is alive now, or was then: "
             "keep none of them from batch to batch, or all of them.")
     call,where,old = change
-    return (f"{_shown(call)} stands where the step before had {_shown(old)}, at {_place(*where) if where else _place_of(None)}. "
+    return (f"{_shown(call)} stands where the step before had {_shown(old)}, at {_line_of(*where) if where else _place_of(None)}. "
         "Do the same operations on the same shapes in every step; where a number decides, make it a tensor on the device.")
 
 def _metric_error(batch, c):
@@ -150,7 +152,7 @@ class StrictSteps(XLACallback):
             with on_read(self._on_read),self.watcher: rest(f)
         finally: self.live,self.skip,self.watcher = was
 
-    def _shape(self): return *(tuple(t.shape) for t in tensors_of([*self.xb, *self.yb])), getattr(self.dl, 'n_real', None)
+    def _shape(self): return *(tuple(t.shape) for t in tensors_of([*self.xb, *self.yb])), self.dl.n_real if isinstance(self.dl, DeviceDL) else None
 
     def before_batch(self):
         self.shape,self.stepped = self._shape(),False
@@ -188,7 +190,7 @@ class StrictSteps(XLACallback):
         raise NotSteady(_read_error(_batch_name(self), func, ops))
 
     def _on_compile(self, kind, calls):
-        known,most = self.shapes_of[self.training],2+len(getattr(self.dl, 'lens', ()))
+        known,most = self.shapes_of[self.training],2+len(self.dl.lens if isinstance(self.dl, DeviceDL) else ())
         if len(known)>most: raise NotSteady(_shape_error(_batch_name(self), known[-1], known[:most]))
         if self.n_of[kind]<self.warm: return
         raise NotSteady(f"{_batch_name(self)} was compiled again: {_change(_first_change(self.calls_of[kind], calls))}")
