@@ -133,7 +133,7 @@ def test_runtime_does_not_start(tmp_path, kind, cause, remedy):
 def test_libtpu_without_a_chip():
     "Is an error at once: libtpu does not ask for minutes for the metadata of a machine that is none of Google's"
     out = run_ok(start_twice, PJRT_DEVICE='TPU', timeout=100).splitlines()
-    assert out[0] == out[1] and 'There is no TPU chip on this machine: set PJRT_DEVICE=CPU, and restart Python' in out[0]
+    assert out[0] == out[1] and 'On this machine no TPU chip was found: set PJRT_DEVICE=CPU for virtual cores, and restart Python' in out[0]
     assert out[2] == 'False 0'
 
 def test_libtpu_that_cannot_be_loaded(tmp_path):

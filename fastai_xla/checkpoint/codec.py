@@ -17,7 +17,7 @@ from fastai.torch_core import TensorBase
 from safetensors.torch import load_file, save_file
 from torch import nn
 from ..runtime.transfer import on_xla, send, to_host
-from ..train.state import ref_dumps, ref_loads
+from ..runtime.values import ref_dumps, ref_loads
 from .types import plain_dtype, plain_kinds, tensor_kind, type_of, type_tagged
 
 # %% ../../nbs/770_checkpoint.codec.ipynb #tensor-types

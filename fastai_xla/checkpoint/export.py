@@ -85,10 +85,9 @@ def save_for_hub(self:Learner,
     if not hasattr(model, 'pretrained_cfg'):
         raise ValueError(f"A folder for the hub needs a model of timm, and this one is a {type(model).__name__}: build the Learner with "
             "`Learner(dls, timm.create_model(name, num_classes=dls.c))`, or use `export_safetensors`.")
-    vocab,loans = labels or getattr(self.dls, 'vocab', None),Loans()
-    loans.put(model, 'state_dict', lambda: weights)
-    try:
+    vocab = labels or getattr(self.dls, 'vocab', None)
+    with Loans() as loans:
+        loans.put(model, 'state_dict', lambda: weights)
         if is_main(): save_for_hf(model, path, {'label_names': list(map(str, vocab))} if vocab else {}, safe_serialization=True)
-    finally: loans.give_back()
     barrier()
     return path

@@ -6,13 +6,14 @@ Docs: https://fastai-xla.github.io/fastai_xla/checkpoint.goal.html.md"""
 
 # %% auto #0
 __all__ = ['form_of', 'settings_of', 'who_raised', 'read_settings', 'Goal', 'stays_ended', 'plan_goal', 'load_weights',
-           'hypers_of', 'set_hypers', 'configure_opt']
+           'hypers_of', 'configure_opt']
 
 # %% ../../nbs/830_checkpoint.goal.ipynb #imports
 import json
 from dataclasses import dataclass, replace
 from fastai.basics import Callback
 from ..patches.learner import whole_model, XLACallback
+from ..train.move import set_hypers
 from ..train.trainer import TPUTrainer
 from ..sharding.trainer import TPUShardedTrainer
 from .fingerprint import check_differences, differences, fingerprint
@@ -137,14 +138,6 @@ def hypers_of(
 ):
     "The hyper-parameters of each group, in plain data"
     return [{k: float(v) if isinstance(v, (int,float)) or hasattr(v, 'item') else v for k,v in h.items()} for h in opt.hypers]
-
-def set_hypers(
-    opt, # An optimizer
-    hypers:list, # As from `hypers_of`
-):
-    "Give each group of `opt` its hyper-parameters"
-    for k in hypers[0]:
-        if any(h[k]!=o.get(k) for h,o in zip(hypers, opt.hypers)): opt.set_hyper(k, [h[k] for h in hypers])
 
 def configure_opt(
     opt, # An optimizer with the state of a checkpoint

@@ -17,11 +17,11 @@ from ..runtime.ranks import rank, world_size
 from ..runtime.transfer import on_xla, tensors_of, to_host
 from ..patches.grads import remember_zeros
 from ..data.rng import rng_state, set_rng_state
-from ..data.source import is_stateful
+from ..data.source import order_state, set_order_state
 from ..train.move import learner_modules
-from ..train.state import is_plain, learner_objects, model_objects, model_tensors, own_attrs, with_grad
+from ..train.state import is_plain, learner_metrics, learner_objects, model_objects, model_tensors, own_attrs, with_grad
 from ..train.meters import DeviceMetric, DeviceSmoothLoss
-from ..train.on_device import settled, stock_metric
+from ..train.on_device import settle_losses, settled, stock_metric
 from ..train.trainer import TPUTrainer
 from .types import register_type
 from .sharded import sender
@@ -34,10 +34,6 @@ def _device(learn):
     return next((vars(cb)['device'] for cb in learn._grab_cbs(TPUTrainer) if 'device' in vars(cb)), next(learn.model.parameters()).device)
 
 # %% ../../nbs/810_checkpoint.progress.ipynb #objects
-def _meters(learn):
-    rec = getattr(learn, 'recorder', None)
-    return [*learn.metrics, *([rec.loss, rec.smooth_loss] if rec else [])]
-
 class _Known(dict):
     "Objects by name; None for a name that is not here any more"
     def __missing__(self, k): return None
@@ -45,7 +41,7 @@ class _Known(dict):
 def _objects(learn):
     "What the Learners before and after have both, by name"
     known = {k: o for k,o in learner_objects(learn).items() if k[0] not in ('cb','metric')}
-    known.update({('metric',i): m for i,m in enumerate(_meters(learn))})
+    known.update({('metric',i): m for i,m in enumerate(learner_metrics(learn))})
     return _Known({**known, **own_cbs(learn), **model_objects(learn)})
 
 _not_kept = dict(Recorder=('loss','smooth_loss','start_epoch'), MixUp=('old_lf',), CutMix=('old_lf',))
@@ -61,7 +57,7 @@ def _in_module(m):
 def _states(learn):
     "Callbacks, metrics and modules with their attributes, by name"
     res = {k: (cb, _attrs(cb)) for k,cb in own_cbs(learn).items()}
-    res.update({('metric',i): (m := stock_metric(o), _attrs(m)) for i,o in enumerate(_meters(learn))})
+    res.update({('metric',i): (m := stock_metric(o), _attrs(m)) for i,o in enumerate(learner_metrics(learn))})
     return {**res, **{k: (m, _in_module(m)) for k,m in model_objects(learn).items() if k[0]=='module'}}
 
 def note_config(
@@ -86,18 +82,13 @@ class LoaderState:
     @classmethod
     def of(cls, learn):
         "What the loaders of `learn` would draw from now"
-        dls = getattr(learn.dls, 'loaders', [])
-        rngs = [dl.rng.getstate() if hasattr(dl, 'rng') else None for dl in dls]
-        return cls(rng_state(), rngs, [list(dl.items.idxs) if is_stateful(dl) else None for dl in dls])
+        states = [order_state(dl) for dl in getattr(learn.dls, 'loaders', [])]
+        return cls(rng_state(), [rng for rng,_ in states], [texts for _,texts in states])
 
     def restore(self, learn):
         "Have the loaders of `learn` draw from here"
         if _owns_rng(): set_rng_state(self.rng)
-        for dl,rng,idxs in zip(learn.dls.loaders, self.rngs, self.orders):
-            if rng: dl.rng.setstate(rng)
-            if idxs is None: continue
-            dl.items.idxs[:] = idxs
-            dl.make_chunks()
+        for dl,*state in zip(learn.dls.loaders, self.rngs, self.orders): set_order_state(dl, state)
 
 # %% ../../nbs/810_checkpoint.progress.ipynb #pack
 _counters = 'train_iter','pct_train','smooth_loss','final_record'
@@ -124,7 +115,7 @@ class _Rest:
     @classmethod
     def of(cls, learn, start, made):
         buffers = to_host([b.detach() for m in learner_modules(learn) for b in m.buffers()]) if world_size()>1 else None
-        kept = {i: m.kept for i,m in enumerate(_meters(learn)) if isinstance(m, DeviceMetric)}
+        kept = {i: m.kept for i,m in enumerate(learner_metrics(learn)) if isinstance(m, DeviceMetric)}
         learns = {k: t.requires_grad for k,t in model_tensors(learn).items()}
         counters = {k: settled(vars(learn)[k]) for k in _counters if k in vars(learn)}
         return cls(start, LoaderState.of(learn), rng_state(), xm.get_rng_state(str(xla_device())), kept, buffers, with_grad(learn), learns,
@@ -137,12 +128,6 @@ def progress_file(
 ):
     "Where the `Progress` of that rank is, without an extension"
     return folder/f'progress/{i:05}'
-
-def _settle(learn):
-    "Have the values of losses that were pending"
-    for cb in learn._grab_cbs(TPUTrainer): cb.queue.flush()
-    rec = getattr(learn, 'recorder', None)
-    if hasattr(rec, 'losses'): rec.losses[:] = [settled(o) for o in rec.losses]
 
 def _moved_states(learn, objects):
     "What training has moved, and what tells what arguments among it were at first"
@@ -183,7 +168,8 @@ class Progress(PackedProgress):
         allow_pickle:bool=False, # Pickle what has no registered type?
     ):
         "The progress of `learn`"
-        _settle(learn)
+        for cb in learn._grab_cbs(TPUTrainer): cb.queue.flush()
+        settle_losses(learn)
         objects = _objects(learn)
         states,made = _moved_states(learn, objects)
         *states,left_out = encode_states(states, objects, allow_pickle)
@@ -221,7 +207,7 @@ def _restore_attrs(name, o, st, made):
 
 # %% ../../nbs/810_checkpoint.progress.ipynb #restore
 def _restore_meters(learn, kept):
-    for i,m in enumerate(_meters(learn)):
+    for i,m in enumerate(learner_metrics(learn)):
         if isinstance(m, DeviceMetric): m.kept = kept.get(i, [])
         if isinstance(m, DeviceSmoothLoss): m.history,m.count,m.start = [],m.metric.count,m.metric.count
 

@@ -14,6 +14,7 @@ from fastai.basics import CancelFitException
 from ..runtime.args import check_bool, check_path
 from ..runtime.ranks import from_main, is_main, rank, world_size
 from ..patches.learner import whole_model
+from ..train.move import set_hypers
 from ..train.stand_ins import begin_bar
 from ..train.trainer import TPUTrainer
 from ..distributed.learner import TPUPoolTrainer
@@ -21,7 +22,7 @@ from .store import CheckpointStore, Position
 from .sharded import load_state
 from .progress import LoaderState, note_config, Progress, progress_file
 from .writer import CheckpointWriter, has_grads, noted_signals
-from .goal import configure_opt, Goal, hypers_of, load_weights, plan_goal, read_settings, set_hypers, settings_of, stays_ended, who_raised
+from .goal import configure_opt, Goal, hypers_of, load_weights, plan_goal, read_settings, settings_of, stays_ended, who_raised
 
 # %% ../../nbs/850_checkpoint.resume.ipynb #goal
 class CheckpointReader(CheckpointWriter):

@@ -20,6 +20,7 @@ from fastai.torch_core import TensorBase
 from fastcore.all import L
 from torch import nn
 from ..runtime.args import check_bool, check_type
+from ..storage.pieces import dtype_name, dtype_of
 
 # %% ../../nbs/760_checkpoint.types.ipynb #registry
 class _Type(NamedTuple):
@@ -67,13 +68,6 @@ def _pairs(d): return [*chain.from_iterable(d.items())]
 
 def _from_pairs(o): return dict(zip(o[::2], o[1::2]))
 
-def _torch_name(o): return str(o).removeprefix('torch.')
-
-def _dtype(name):
-    res = getattr(torch, name)
-    if not isinstance(res, torch.dtype): raise ValueError(f'{name} is no dtype')
-    return res
-
 plain_kinds = 'biufcSUmM'
 
 def plain_dtype(
@@ -108,7 +102,7 @@ for c in (datetime,date): register_type(c, c.isoformat, c.fromisoformat, c.__nam
 _values = {range: (lambda o: [o.start,o.stop,o.step], lambda o: range(*o)), slice: (lambda o: [o.start,o.stop,o.step], lambda o: slice(*o)),
     complex: (lambda o: [o.real,o.imag], lambda o: complex(*o)), timedelta: (lambda o: [o.days,o.seconds,o.microseconds], lambda o: timedelta(*o)),
     bytes: (lambda o: base64.b64encode(o).decode(), lambda o: base64.b64decode(o, validate=True)), 
-    torch.dtype: (_torch_name, _dtype), torch.device: (str, torch.device), type(Ellipsis): (lambda o: None, lambda o: ...)}
+    torch.dtype: (dtype_name, dtype_of), torch.device: (str, torch.device), type(Ellipsis): (lambda o: None, lambda o: ...)}
 for c,(f,g) in _values.items(): register_type(c, f, g, c.__name__, is_value=True)
 
 _objects = {deque: (lambda o: [o.maxlen,*o], lambda o: deque(o[1:], o[0])), bytearray: (bytes, bytearray),

@@ -16,11 +16,11 @@ from fastcore.all import noop
 from torch import nn
 from ..runtime.ranks import is_main
 from ..runtime.transfer import to_host
-from ..runtime.values import contents, refill, walk
+from ..runtime.values import contents, ref_dumps, ref_loads, refill, walk
 from ..data.rng import rng_state, set_rng_state
 from ..data.source import order_state, set_order_state
 from ..train.state import dump_states, is_ours, learner_objects, model_objects, model_tensors
-from ..train.state import module_state, own_attrs, ref_dumps, ref_loads, with_grad
+from ..train.state import module_state, own_attrs, with_grad, zero_grads
 from ..launch.carry import classes_here, dumps, loads
 from ..launch.wire import unpicklable_error
 
@@ -148,7 +148,7 @@ def _unpack_model(learn, home, objects):
         if t.shape==h.shape and t.dtype==h.dtype: t.copy_(h)
         else: t.data = h
         t.requires_grad_(k in home.trained)
-        t.grad = torch.zeros_like(t) if k in home.with_grad else None
+    zero_grads(learn, home.with_grad)
     for k,st in home.modules.items(): vars(objects[k]).update(st)
     if learn.opt is None or home.opt is None: return
     learn.opt.load_state_dict(home.opt)

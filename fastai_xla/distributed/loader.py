@@ -57,9 +57,7 @@ class AgreedDL(XLADL):
         with self._own_draws(): begin_epoch(dl)
         order,bs,self.seed,texts,verdicts = from_main(self._main_order)
         self.placement.remember(verdicts)
-        if texts is not None:
-            dl.items.idxs[:] = texts
-            dl.make_chunks()
+        set_order_state(dl, (None, texts))
         if isinstance(dl, DataLoader): set_order_state(self.src, order_state(dl))
         if is_torch(dl): self.bs = bs
         self._todo = (None, None) if order is None else self._take_share(np.arange(order) if isinstance(order, int) else order)

@@ -33,7 +33,7 @@ def loss_weight(
     return world_size * (n>0 if reduction=='sum' else n/total)
 
 # %% ../../nbs/610_distributed.metrics.ipynb #kinds
-def _add(*os):
+def _add(os):
     "Sum of numbers, or of lists or dicts of them, item by item"
     if isinstance(os[0], dict): return {k: sum(o.get(k, 0) for o in os) for k in dict.fromkeys(k for o in os for k in o)}
     return [sum(o) for o in zip(*os)] if isinstance(os[0], list) else sum(os)
@@ -46,7 +46,7 @@ class SharedState:
     def merge(self, meter, shares): self.set_state(meter.metric, shares)
     def state(self, m): return [getattr(m, k) for k in self.names]
     def set_state(self, m, states):
-        for k,*os in zip(self.names, *states): setattr(m, k, self.join(*os))
+        for k,*os in zip(self.names, *states): setattr(m, k, self.join(os))
 
 class SharedBatches:
     "Ranks exchange the batches of a metric, and feed it with those of all"
@@ -58,9 +58,7 @@ class SharedBatches:
         for b in interleave(shares): meter.arrived(*b)
 
 # %% ../../nbs/610_distributed.metrics.ipynb #sync
-def _in_turn(*os): return interleave(os)
-
-_states = {AccumMetric.accumulate: SharedState(_in_turn, 'preds', 'targs'), Dice.accumulate: SharedState(_add, 'inter', 'union'),
+_states = {AccumMetric.accumulate: SharedState(interleave, 'preds', 'targs'), Dice.accumulate: SharedState(_add, 'inter', 'union'),
     DiceMulti.accumulate: SharedState(_add, 'inter', 'union'),
     CorpusBLEUMetric.accumulate: SharedState(_add, 'pred_len', 'targ_len', 'corrects', 'counts')}
 

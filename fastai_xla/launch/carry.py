@@ -18,7 +18,7 @@ from cloudpickle import cloudpickle as cp
 from fastai.basics import Callback, DataLoader, DataLoaders, Learner
 from torch import nn
 from ..runtime.users import travelled, users_module
-from ..runtime.values import contents, digest, found, is_atom, parts, slots
+from ..runtime.values import contents, digest, found, is_atom, parts, RefPickler, refusal, slots
 
 # %% ../../nbs/540_launch.carry.ipynb #names
 class _Now(threading.local): now = None
@@ -162,12 +162,8 @@ def _changes(o):
     return None if isinstance(o, (*_theirs,*_fixed)) or callable(o) and parts(o) is None else digest(o, _DigestPickler)
 
 # %% ../../nbs/540_launch.carry.ipynb #become
-class _HomePickler(ValuePickler):
+class _HomePickler(RefPickler, ValuePickler):
     "Writes the numbers of what both sides have"
-    def __init__(self, file, refs):
-        super().__init__(file)
-        self.refs = refs
-    def persistent_id(self, o): return self.refs.get(id(o))
     def reducer_override(self, o):
         if isinstance(o, _theirs): raise TypeError(f'a {type(o).__name__}')
         return super().reducer_override(o)
@@ -191,9 +187,9 @@ class Arrived:
         self.classes = {k: v for k,v in cp._DYNAMIC_CLASS_TRACKER_BY_ID.items() if isinstance(v, type)}
         self._one.release()
         self.owners.update({('class',k): v for k,v in self.classes.items()})
-        if self.watch: self._look()
+        if self.watch: self._note_arrivals()
 
-    def _look(self):
+    def _note_arrivals(self):
         for key,owner in self.owners.items():
             for k,v in slots(owner).items():
                 if (key,k) not in self.seen or self.seen[key,k][0] is not v: self._number(key, k, v) # what comes later stands for what came before
@@ -223,18 +219,15 @@ class Arrival(Arrived):
         _HomePickler(f, self.refs).dump((changed, held))
         return f.getvalue()
 
-    def _goes(self, *change):
-        try: return bool(self._dump([change]))
-        except Exception: return False
-
     def home(self):
         "What has changed, as (names that both sides know, pickle, names of what cannot go home); None if nothing has"
         if not self.watch: return
         changed = [*self._changed()]
         if not changed: return
-        goes = [o for o in changed if self._goes(*o)]
+        goes,stays = [],[]
+        for o in changed: (stays if refusal(self._dump, [o]) else goes).append(o)
         order = [(*k, types) for k,(_,_,types) in self.seen.items()]
-        return order, self._dump(goes), [*_names(o for o in changed if not self._goes(*o))]
+        return order, self._dump(goes), [*_names(stays)]
 
 def _names(changes): return (f"{k.split()[-1]} ({type(v).__name__})" for _,k,v in changes)
 

@@ -8,24 +8,21 @@ Docs: https://fastai-xla.github.io/fastai_xla/launch.crew.html.md"""
 __all__ = []
 
 # %% ../../nbs/570_launch.crew.ipynb #imports
-import io, linecache, os, pickle, signal, subprocess, sys, time, warnings, weakref
+import linecache, os, pickle, signal, subprocess, sys, time, warnings, weakref
 from contextlib import suppress
 from multiprocessing.connection import Pipe, wait
 from fastcore.imports import noop
 from ..runtime.users import settings_now, users_patches
-from ..runtime.values import found, put_slot, refill, slots
+from ..runtime.values import found, put_slot, ref_loads, refill, refusal, slots
 from .carry import dumps, owner_here
 from .wire import Asked, Hold, LaunchError, LaunchInterrupt, Run, StopAt, unpicklable_error
 
 # %% ../../nbs/570_launch.crew.ipynb #pack-run
 def _state():
     "What the notebook has set and patched in libraries, as (settings, patches); what cannot be sent of it is left out"
-    def goes(o):
-        try: return bool(dumps(o))
-        except Exception: return False
     settings = settings_now()
-    for k in ('fastai','pandas'): settings[k] = {n: v for n,v in settings.get(k, {}).items() if goes(v)}
-    return settings, [o for o in users_patches() if goes(o)]
+    for k in ('fastai','pandas'): settings[k] = {n: v for n,v in settings.get(k, {}).items() if not refusal(dumps, v)}
+    return settings, [o for o in users_patches() if not refusal(dumps, o)]
 
 def pack_run(
     fn, # Called as `fn(rank, *args)`
@@ -41,12 +38,6 @@ def pack_run(
     return Run(os.getcwd(), sys.path, modules, sources, call, run_id, dumps((settings, patches))[0]), kept
 
 # %% ../../nbs/570_launch.crew.ipynb #home
-class _HomeUnpickler(pickle.Unpickler):
-    def __init__(self, b, objects):
-        super().__init__(io.BytesIO(b))
-        self.objects = objects
-    def persistent_load(self, k): return self.objects[k]
-
 def _objects(order):
     "The objects here, by the names that the replica's have"
     res,ids = {},set()
@@ -61,7 +52,7 @@ def bring_home(
     "Have globals, shared variables and attributes of classes here be what they have become on the main rank"
     order,packed,stays = left
     objects = _objects(order)
-    try: changed,held = _HomeUnpickler(packed, objects).load()
+    try: changed,held = ref_loads(packed, objects)
     except Exception as e: changed,held,stays = [],{},[*stays, f'what came home ({type(e).__name__}: {e})']
     for k,v in held.items(): refill(objects[k], v)
     for key,k,v in changed:

@@ -11,7 +11,7 @@ __all__ = ['check_parent', 'PoolRunner', 'TPUPool', 'get_pool', 'current_pool', 
 import os, sys, threading, time, weakref
 from contextlib import suppress
 import torch
-from ..runtime.device import device_kind, mend_env, n_cores as n_cores_here, n_processes, require_xla, runtime_started, xla_device, xm, xr
+from ..runtime.device import device_kind, mend_env, n_cores as n_cores_here, n_processes, no_chip_error, require_xla, runtime_started, xla_device, xm, xr
 from ..runtime.ranks import world_size
 from ..runtime.signals import first_signal
 from ..runtime.args import check_bool, check_callable, check_int
@@ -33,8 +33,7 @@ def _layout(
     if kind=='CPU':
         n = n or (have if {'CPU_NUM_DEVICES','CPU_NUM_PROCESSES'} & {*os.environ} else 8)
         return (n, n, process_env(n)) if n>1 and n_processes()>1 else (n, 1, virtual_env(n))
-    if kind!='TPU' or not have:
-        raise ValueError(f"PJRT_DEVICE={kind}, but no TPU chip was found: set PJRT_DEVICE=CPU for virtual cores, and restart Python")
+    if kind!='TPU' or not have: raise no_chip_error(kind)
     n = have if n is None else n
     if n not in (1,have):
         raise ValueError(f"{n} cores were asked for, and this TPU has {have}: use n_cores={have}, or None for all of them, or 1")

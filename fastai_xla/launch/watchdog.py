@@ -12,6 +12,8 @@ import linecache, os, sys, threading, time, traceback
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from ..runtime.counts import xla_counts
+from ..runtime.signals import proc_stat
+from ..runtime.args import check_number
 from ..virtual_cores.replicas import replicas_waiting
 from .wire import LaunchError, Result
 from .replica import this_process
@@ -33,7 +35,7 @@ class Beat:
 # %% ../../nbs/590_launch.watchdog.ipynb #where
 _here = threading.local()
 
-class _Place:
+class _WatchedReplica:
     "A replica that is watched"
     def __init__(self): self.thread,self.where = threading.get_ident(),None
 
@@ -76,7 +78,7 @@ class _Teller:
     @contextmanager
     def place(self, rank, tick):
         "Watch the replica `rank`, which is this thread"
-        place = _here.place = _Place()
+        place = _here.place = _WatchedReplica()
         with self.lock:
             if not self.places:
                 self.done = threading.Event()
@@ -116,10 +118,8 @@ class Watched:
 # %% ../../nbs/590_launch.watchdog.ipynb #proc
 def _usage(pid):
     "State of process `pid` and the seconds for which it has computed, as Linux knows them; elsewhere it always computes"
-    try:
-        with open(f'/proc/{pid}/stat') as f: fields = f.read().rpartition(')')[2].split()
-    except OSError: return '?',time.monotonic()
-    return fields[0],(int(fields[11])+int(fields[12]))/os.sysconf('SC_CLK_TCK')
+    stat = proc_stat(pid)
+    return ('?', time.monotonic()) if stat is None else (stat[0], (int(stat[11])+int(stat[12]))/os.sysconf('SC_CLK_TCK'))
 
 class _Process:
     "A process of the pool, and when it last gave a sign of life"
@@ -167,7 +167,7 @@ def _told(processes, minutes):
     res.append('A training with `resume_from` goes on at its newest checkpoint. If it was slow and did not hang, give `watchdog` more minutes, or None.')
     return '\n'.join(res)
 
-def _culprit(processes):
+def _rank_to_blame(processes):
     "The one rank that the others wait for, or whose process is stopped; None if there is not one"
     of = {r: o for p in processes for r,o in p.reports.items() if r in p.running}
     awaited = {r for o in of.values() if o.waits for r in o.waits[1]}
@@ -179,19 +179,12 @@ def _debugged():
     "Does a debugger, or something else that follows each line, run in this process?"
     return sys.gettrace() is not None or hasattr(sys, 'monitoring') and sys.monitoring.get_tool(sys.monitoring.DEBUGGER_ID) is not None
 
-def _check_minutes(
-    minutes, # As users give it
-):
-    "Raise unless `minutes` is a positive number or None"
-    if minutes is None or isinstance(minutes, (int,float)) and not isinstance(minutes, bool) and minutes>0: return
-    raise ValueError(f'`watchdog` is the number of minutes without a sign of life after which a run ends, or None for no end. Got {minutes!r}.')
-
 class Watchdog:
     "Ends a run on a pool in which nothing has moved for some minutes; for the `watch` of `TPUPool.run`"
     def __init__(self,
         minutes:float|None=15., # Without a sign of life; more than anything takes that neither computes here nor moves. None: no end
     ):
-        _check_minutes(minutes)
+        check_number('watchdog', minutes, above=0, none=True, must='a number of minutes without a sign of life')
         self.minutes,self.seconds,self.stop = minutes,60*(minutes or 0),None
 
     def __bool__(self): return self.minutes is not None and not _debugged()
@@ -223,4 +216,4 @@ class Watchdog:
         self.looked,running = now,[p for p in self.processes if p.running]
         for p in running: p.look()
         if not running or now-max(p.moved for p in running)<self.seconds>now-min(p.heard for p in running): return
-        raise LaunchError(_culprit(running), _told(running, self.minutes))
+        raise LaunchError(_rank_to_blame(running), _told(running, self.minutes))

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from types import GetSetDescriptorType, MemberDescriptorType
 from ..runtime.users import is_users
+from ..runtime.values import refusal
 from .carry import dumps, loads
 
 # %% ../../nbs/550_launch.wire.ipynb #find
@@ -26,11 +27,6 @@ def _parts(o):
     state = o.__getstate__() if hasattr(type(o), '__getstate__') else getattr(o, '__dict__', None)
     return {f'.{k}': v for k,v in state.items()} if isinstance(state, dict) else {}
 
-def _refusal(o):
-    "Why `o` cannot be pickled; None if it can"
-    try: dumps(o)
-    except Exception as e: return e
-
 def find_unpicklable(
     named:dict, # Objects by name
     seen:set|None=None # Ids of objects that need no look
@@ -38,13 +34,13 @@ def find_unpicklable(
     "Name of the innermost object in `named` that cannot be pickled, and why; None if all can"
     seen = set() if seen is None else seen
     for name,o in named.items():
-        e = None if id(o) in seen else _refusal(o)
+        e = None if id(o) in seen else refusal(dumps, o)
         if not e: continue
         seen.add(id(o))
         parts = {name+k: v for k,v in _parts(o).items()}
         found = find_unpicklable(parts, seen)
         if found: return found
-        if not any(map(_refusal, parts.values())): return name,e
+        if not any(refusal(dumps, v) for v in parts.values()): return name,e
 
 # %% ../../nbs/550_launch.wire.ipynb #unpicklable
 def unpicklable_error(
@@ -186,7 +182,7 @@ class Failed:
     @classmethod
     def of(cls, rank, e):
         "From an exception that was caught"
-        return cls(rank, _traceback(e), None if _refusal(e) else dumps(e)[0])
+        return cls(rank, _traceback(e), None if refusal(dumps, e) else dumps(e)[0])
 
     def error(self):
         "The `LaunchError` for it"

@@ -16,7 +16,7 @@ from pathlib import Path
 from fastai.basics import Learner
 from fastcore.all import patch
 from ..runtime.args import check_bool, check_int, check_number, check_path
-from ..runtime.table import size_text, RowTable
+from ..runtime.table import paragraphs, size_text, RowTable
 from ..patches.learner import xla_callbacks
 from ..launch.carry import dumps
 from .hlo import hlo_message
@@ -72,7 +72,7 @@ class StepReports:
         return '\n\n'.join(parts)
 
     def _repr_html_(self):
-        res = ''.join(f'<p>{escape(o)}</p>' for o in self.lines()) + self.table._repr_html_()
+        res = paragraphs(self.lines()) + self.table._repr_html_()
         for k,r in self.programs.items():
             res += f'<h4>{_names[k]}</h4>{r._repr_html_()}<ul>' + ''.join(f'<li>{escape(o)}</li>' for o in self.found[k]) + '</ul>'
         return res

@@ -11,9 +11,8 @@ __all__ = ['work_kind', 'Work', 'WorkCounts', 'ProgramReport', 'tpu_advice']
 import re
 from collections import Counter
 from functools import cached_property
-from html import escape
 from typing import NamedTuple
-from ..runtime.table import size_text, RowTable
+from ..runtime.table import paragraphs, size_text, RowTable
 from .scopes import scope_of
 from .hlo import program_calls, shape_text
 from .libtpu import MemoryUse, TPUSlice
@@ -128,7 +127,7 @@ class ProgramReport(WorkCounts):
         return res
 
     def __repr__(self): return '\n'.join([*self.lines(), repr(self.table)])
-    def _repr_html_(self): return ''.join(f'<p>{escape(o)}</p>' for o in self.lines()) + self.table._repr_html_()
+    def _repr_html_(self): return paragraphs(self.lines()) + self.table._repr_html_()
 
 # %% ../../nbs/910_monitor.report.ipynb #advice
 def _advice(r, module, bf16):

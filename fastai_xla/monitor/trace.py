@@ -15,10 +15,10 @@ from pathlib import Path
 from fastai.basics import Callback
 from ..runtime.device import make_programs_for, torch_xla, xr
 from .scopes import ModuleScopes, scope_of
+from ..train.move import opt_tensors
 from ..train.trainer import TPUTrainer
 from ..virtual_cores.replicas import run_replicas
 from ..launch.carry import loads
-from ..sharding.place import opt_tensors
 from ..sharding.trainer import TPUShardedTrainer
 from .hlo import read_program, shape_text, stock_collectives
 from .libtpu import CompiledPrograms, tpu_slice

@@ -34,11 +34,17 @@ def _load_state_dict(old, self, sd):
     for p,st in self.state.items():
         if on_xla(p): st.update({k: v.to(p.device) for k,v in st.items() if isinstance(v, torch.Tensor)})
 
+def move_slow_weights(
+    opt, # An optimizer
+):
+    "Have the slow weights of a `Lookahead` be where its parameters are"
+    if getattr(opt, 'slow_weights', None) is None: return
+    opt.slow_weights = L(L(w.to(p.device) for w,p in zip(*o)) for o in zip(opt.slow_weights, opt.param_lists))
+
 @replaces(fastai.optimizer.Lookahead, 'load_state_dict', 'fastai 2.8', 'the slow weights stayed on the host when the parameters were on an XLA device')
 def _lookahead_load_state_dict(old, self, sd):
     old(self, sd)
-    if self.slow_weights is None: return
-    self.slow_weights = L(L(w.to(p.device) for w,p in zip(*o)) for o in zip(self.slow_weights, self.param_lists))
+    move_slow_weights(self)
 
 # %% ../../nbs/120_patches.travel.ipynb #stands-in
 def _has_name(f):

@@ -7,7 +7,8 @@ Docs: https://fastai-xla.github.io/fastai_xla/runtime.device.html.md"""
 # %% auto #0
 __all__ = ['torch_xla', 'xm', 'xr', 'met', 'dist_version', 'XLANotInstalled', 'XLAVersionMismatch', 'xla_available',
            'require_xla', 'device_kind', 'make_programs_for', 'program_kind', 'n_processes', 'n_cores',
-           'runtime_started', 'mend_env', 'start_error', 'xla_device', 'use_compile_cache', 'in_notebook']
+           'runtime_started', 'mend_env', 'no_chip_error', 'start_error', 'xla_device', 'use_compile_cache',
+           'in_notebook']
 
 # %% ../../nbs/000_runtime.device.ipynb #imports
 from fastcore.imports import in_notebook
@@ -162,6 +163,14 @@ def _holders(
 # %% ../../nbs/000_runtime.device.ipynb #start-remedy
 _busy = 'already in use', 'Device or resource busy', 'libtpu_lockfile'
 
+_no_chip = 'no TPU chip was found: set PJRT_DEVICE=CPU for virtual cores, and restart Python'
+
+def no_chip_error(
+    kind:str|None, # `device_kind()`
+):
+    "The error where a TPU's cores are to be used and there are none"
+    return ValueError(f"PJRT_DEVICE={kind}, but {_no_chip}")
+
 def _start_remedy(
     msg:str, # Text of the runtime's error
     kind:str|None, # `device_kind()`
@@ -171,7 +180,7 @@ def _start_remedy(
     if any(o in msg for o in _busy):
         who = f"process {', '.join(map(str, pids))}" if pids else "another process (a second notebook, or one that did not end)"
         return f"The TPU is held by {who}: shut that notebook down or stop the process, then restart this one"
-    if re.search('No .*device found', msg): return "There is no TPU chip on this machine: set PJRT_DEVICE=CPU, and restart Python"
+    if re.search('No .*device found', msg): return f"On this machine {_no_chip}"
     if 'libtpu not found' in msg:
         return "libtpu is missing: pip install 'fastai_xla[tpu]' on a TPU machine; elsewhere set PJRT_DEVICE=CPU; then restart Python"
     if 'No PjRtPlugin' in msg: return f"PJRT_DEVICE={kind} is not a device here: set it to TPU or CPU, or unset it, and restart Python"

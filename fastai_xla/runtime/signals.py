@@ -11,6 +11,7 @@ __all__ = ['first_signal', 'signals_held', 'heed_parent']
 import os, signal, socket, threading
 from contextlib import contextmanager, suppress
 from http.client import HTTPConnection, HTTPException
+from pathlib import Path
 from .device import device_kind
 
 # %% ../../nbs/060_runtime.signals.ipynb #notice
@@ -97,3 +98,11 @@ def heed_parent():
         while signal.sigwaitinfo((signal.SIGTERM,)).si_pid!=parent: pass
         os._exit(0)
     threading.Thread(target=_f, daemon=True).start()
+
+# %% ../../nbs/060_runtime.signals.ipynb #proc
+def proc_stat(
+    pid, # Of a process on this machine
+):
+    "The words of Linux's `/proc/PID/stat` from the process's state on; None where there is no such file"
+    try: return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split() or None
+    except OSError: return None

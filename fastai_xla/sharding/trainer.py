@@ -18,11 +18,11 @@ from ..runtime.transfer import tensors_of
 from ..runtime.args import check_bool
 from ..data.loader import XLADL
 from ..models.blocks import BlockRunner
-from ..train.move import learner_modules, move_learner
+from ..train.move import learner_modules, move_learner, opt_tensors
 from ..train.trainer import remove_trainers, TPUTrainer
 from .rules import as_rules, infer_sharding, make_mesh, TPUMesh
 from .place import BlockMarker, check_process, materialize_sharded, n_devices_for
-from .place import opt_tensors, param_specs, shard_learner, shard_opt_tensors, start_spmd
+from .place import param_specs, shard_learner, shard_opt_tensors, start_spmd
 
 # %% ../../nbs/720_sharding.trainer.ipynb #loader
 class MeshDL(XLADL):
@@ -54,7 +54,7 @@ class TPUShardedTrainer(TPUTrainer):
     def place(self):
         "Spread the Learner over the cores; what is spread already stays as it is"
         shard_learner(self.learn, self.mesh, self.rules)
-        self.has_state = {id(p) for p,_ in opt_tensors(self.learn.opt)}
+        self.has_state = {id(p) for p,_ in opt_tensors(self.learn.opt).values()}
 
     def _hold(self):
         super()._hold()
@@ -77,7 +77,7 @@ class TPUShardedTrainer(TPUTrainer):
         self.blocks.n = next((len(t) for t in tensors_of(list(self.xb)) if t.ndim), 0)
 
     def after_step(self):
-        new = [] if self.has_state is None else [(p, v) for p,v in opt_tensors(self.opt) if id(p) not in self.has_state]
+        new = [] if self.has_state is None else [(p, v) for p,v in opt_tensors(self.opt).values() if id(p) not in self.has_state]
         if new: shard_opt_tensors(new, self.mesh, self.specs)
         self.has_state = None
 

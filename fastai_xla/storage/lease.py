@@ -9,7 +9,7 @@ __all__ = ['process_start', 'is_running', 'InUse', 'Lease', 'check_room', 'Backg
 
 # %% ../../nbs/740_storage.lease.ipynb #imports
 import json, os, shutil, socket, threading, time, uuid
-from pathlib import Path
+from ..runtime.signals import proc_stat
 from .files import LocalPlace
 
 # %% ../../nbs/740_storage.lease.ipynb #process
@@ -17,8 +17,8 @@ def process_start(
     pid:int, # Of a process on this host
 ):
     "When the process started, in ticks since the machine did; None where that cannot be known"
-    try: return int(Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19])
-    except (OSError, ValueError, IndexError): return None
+    stat = proc_stat(pid)
+    return None if stat is None else int(stat[19])
 
 def is_running(
     pid:int, # Of a process on this host

@@ -32,6 +32,21 @@ def groups_by_size(
         total += n
     return res
 
+# %% ../../nbs/750_storage.pieces.ipynb #dtypes
+def dtype_name(
+    dtype:torch.dtype,
+):
+    "Its name in a file"
+    return str(dtype).removeprefix('torch.')
+
+def dtype_of(
+    name:str, # From `dtype_name`
+):
+    "The dtype of that name, and nothing else of torch's"
+    res = getattr(torch, name)
+    if not isinstance(res, torch.dtype): raise ValueError(f'{name} is no dtype')
+    return res
+
 # %% ../../nbs/750_storage.pieces.ipynb #pieces
 class Piece(NamedTuple):
     "A part of a tensor, on the host"
@@ -95,7 +110,7 @@ def write_pieces(
     for g,group in enumerate(groups):
         files = defaultdict(list)
         for p in group:
-            o = index.setdefault(p.name, dict(dtype=str(p.data.dtype).removeprefix('torch.'), shape=list(p.shape), pieces=[]))
+            o = index.setdefault(p.name, dict(dtype=dtype_name(p.data.dtype), shape=list(p.shape), pieces=[]))
             file = f"shard-{len(o['pieces'])+1:05}-model-{g+1:05}.safetensors"
             o['pieces'].append([file, list(p.offsets), list(p.data.shape)])
             files[file].append(p)
@@ -104,8 +119,7 @@ def write_pieces(
 
 # %% ../../nbs/750_storage.pieces.ipynb #read
 def _empty(name, entry):
-    dtype = getattr(torch, entry['dtype'])
-    if not isinstance(dtype, torch.dtype): raise ValueError(f"{entry['dtype']} is no dtype")
+    dtype = dtype_of(entry['dtype'])
     if sum(torch.Size(n).numel() for _,_,n in entry['pieces'])!=torch.Size(entry['shape']).numel(): raise ValueError(f'the pieces of {name} are not all of it')
     return torch.empty(entry['shape'], dtype=dtype)
 

@@ -97,7 +97,7 @@ def step_code(
     return next((o for o in found if o), None)
 
 # %% ../../nbs/450_train.effects.ipynb #brief
-def _place(v):
+def _draw_state(v):
     "Where the random numbers or the iterator `v` is"
     if isinstance(v, random.Random): return v.getstate()
     if isinstance(v, np.random.Generator): return repr(v.bit_generator.state)
@@ -113,7 +113,7 @@ def _brief(v, depth=2):
     if v is None or isinstance(v, (bool,int,float,complex,str,bytes,np.generic)): return v
     if on_xla(v) or isinstance(v, weakref.ref): return type(v).__name__
     if on_cpu(v): return v.tolist() if v.numel()<=64 else (id(v), v._version)
-    if isinstance(v, _draws): return _place(v)
+    if isinstance(v, _draws): return _draw_state(v)
     if isinstance(v, np.ndarray): return v.tobytes() if v.size<=64 else id(v)
     if isinstance(v, (list,tuple,set,deque,dict)):
         held = list(v.values()) if isinstance(v, dict) else list(v)[-32:]

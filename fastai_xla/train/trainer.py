@@ -71,7 +71,7 @@ class TPUTrainer(BatchEnds):
 
     def _seed(self): return base_seed()
 
-    def _look(self):
+    def _range_look(self):
         self.check = RangeCheck()
         return self.check.look
 

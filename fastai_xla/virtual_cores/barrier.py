@@ -10,6 +10,7 @@ __all__ = ['ReplicaError']
 # %% ../../nbs/500_virtual_cores.barrier.ipynb #imports
 import ast, os, socket, threading, time
 import torch.distributed as dist
+from ..runtime.signals import proc_stat
 
 # %% ../../nbs/500_virtual_cores.barrier.ipynb #replica-error
 class ReplicaError(RuntimeError):
@@ -73,9 +74,8 @@ def _is_dead(home):
     "Has the process, of this machine, that wrote `home` ended?"
     host,pid = home.split()
     if host!=socket.gethostname(): return False
-    try:
-        with open(f'/proc/{pid}/stat') as f: return f.read().rpartition(')')[2].split()[0] in 'ZX'
-    except OSError: return True
+    stat = proc_stat(pid)
+    return stat is None or stat[0] in 'ZX'
 
 # %% ../../nbs/500_virtual_cores.barrier.ipynb #have-come
 def _have_come(
@@ -115,7 +115,7 @@ class _Meeting(_Barrier):
     def _wait(self, step, i, group, keys):
         until,told = time.monotonic()+self.patience,None
         while not _have_come(self.store, [*keys.values()], self.beat):
-            before,told = told,self._look(step, i, group, time.monotonic()>until-self.patience+self.grace)
+            before,told = told,self._tell_and_read(step, i, group, time.monotonic()>until-self.patience+self.grace)
             missing = {r for r,k in keys.items() if not self.store.check([k])}
             if not missing: continue
             self.open = {group: {r: step for r in keys if r not in missing}}
@@ -123,7 +123,7 @@ class _Meeting(_Barrier):
             if e := self._in_vain(self.rank, step, missing): raise e
             if time.monotonic()>until: raise self._late(step, sorted(missing), told)
 
-    def _look(self, step, i, group, long):
+    def _tell_and_read(self, step, i, group, long):
         "Tell that this rank waits; returns where all do that have told, and learns who has left"
         self.told = True
         self.store.set(f'at/{self.rank}', repr((step, i, group)))
