@@ -290,7 +290,7 @@ class Seen(Callback):
     def before_train(self): self.epochs.append([])
     def before_batch(self):
         nums = self.xb[0][...,0].int().tolist()
-        self.epochs[-1].append(nums[:self.dl.step_sizes(self.iter)[0]] if hasattr(self.dl, 'step_sizes') else nums)
+        self.epochs[-1].append(nums[:self.dl.step_sizes(self.iter)[0]] if isinstance(self.dl, ShardedDL) else nums)
 
 @quiet
 def seen(learn, n=2):

@@ -166,7 +166,7 @@ _busy = 'already in use', 'Device or resource busy', 'libtpu_lockfile'
 _no_chip = 'no TPU chip was found: set PJRT_DEVICE=CPU for virtual cores, and restart Python'
 
 def no_chip_error(
-    kind:str|None, # `device_kind()`
+    kind, # `device_kind()`
 ):
     "The error where a TPU's cores are to be used and there are none"
     return ValueError(f"PJRT_DEVICE={kind}, but {_no_chip}")

@@ -104,5 +104,5 @@ def proc_stat(
     pid, # Of a process on this machine
 ):
     "The words of Linux's `/proc/PID/stat` from the process's state on; None where there is no such file"
-    try: return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split() or None
+    try: return Path(f'/proc/{pid}/stat').read_text(errors='replace').rpartition(')')[2].split() or None
     except OSError: return None
