@@ -4,12 +4,14 @@
     python benchmarks/bench.py --works vit --rounds 3   # some of it
     python benchmarks/bench.py --works vit --who 'hand fastai_xla compiled scanned'     # what was tried and did not pay
     python benchmarks/bench.py --works 'vit vit24' --who 'hand fastai_xla traced'       # what depth costs
+    python benchmarks/bench.py --works 'mlp resnet18 vit_tiny' --who 'hand fastai_xla' --tpu v5e-1  # beside what the chip would need
 
 Each contender trains in a process of its own, in turn with the others; a number is the median over the steps of all rounds. Host time
 is the CPU time of the training thread from the end of a step to the end of the next, which another busy process doesn't change as it
 does wall time. All train the same model on the same batches with AdamW on a one-cycle schedule; fastai's and fastai_xla's have a progress
 bar, a recorder and a metric. On 8 virtual cores each replica has an eighth of the batch, and its numbers are those of one core; the process
-has one program for all cores when the parameters are sharded. Graph and memory are XLA's own account of the program of a step, of one core.
+has one program for all cores when the parameters are sharded. With `--tpu` the TPU's compiler estimates how long a described chip takes for
+the step, which hides the host's work where that is less. Graph and memory are XLA's own account of the program of a step, of one core.
 Lightning knows no XLA device but a TPU, so three of its methods are replaced to let it run on the CPU.
 """
 import os
@@ -25,7 +27,7 @@ warnings.filterwarnings('ignore')
 
 BS,LR,WARM,CORES = 16,1e-3,6,8
 WORKS = dict(vit='timm ViT, 12 blocks of width 64, 16 px', resnet18='resnet18, 64 px', mlp='MLP of 8 layers')
-DEEP = dict(vit24='timm ViT, 24 blocks of width 64, 16 px')
+MORE = dict(vit24='timm ViT, 24 blocks of width 64, 16 px', vit_tiny='timm ViT-tiny, 12 blocks of width 192, 64 px')
 CONTENDERS = dict(hand='hand-written torch_xla loop, `torch.optim.AdamW`', syncfree='the same with `torch_xla.amp.syncfree.AdamW`', naive='naive fastai: `model.to`, a callback that syncs',
                   fastai_xla='fastai_xla, one core', traced='the same with `to_tpu(replay=False)`', distributed='fastai_xla, distributed, 8 virtual cores', sharded='fastai_xla, sharded, 8 virtual cores', stock='fastai_xla with the optimizer step of fastai', accelerate='accelerate', lightning='Lightning')
 TRIED = dict(compiled="fastai_xla, the model by `torch.compile(backend='openxla')`", scanned='fastai_xla, the blocks of the ViT by `scan_layers`')
@@ -37,14 +39,15 @@ def model(work):
     import torch, timm
     from torch import nn
     torch.manual_seed(0)
+    if work=='vit_tiny': return timm.create_model('vit_tiny_patch16_224', img_size=64, patch_size=8, num_classes=10)
     if work.startswith('vit'):
-        return timm.create_model('vit_tiny_patch16_224', img_size=16, patch_size=8, num_classes=10, depth=24 if work in DEEP else 12, embed_dim=64, num_heads=2)
+        return timm.create_model('vit_tiny_patch16_224', img_size=16, patch_size=8, num_classes=10, depth=24 if work=='vit24' else 12, embed_dim=64, num_heads=2)
     if work=='resnet18': return timm.create_model('resnet18', num_classes=10)
     return nn.Sequential(*[o for _ in range(8) for o in (nn.Linear(64,64), nn.ReLU())], nn.Linear(64,10))
 
 def data(work, n):
     import torch
-    shape = dict(resnet18=(3,64,64), mlp=(64,)).get(work, (3,16,16))
+    shape = dict(resnet18=(3,64,64), vit_tiny=(3,64,64), mlp=(64,)).get(work, (3,16,16))
     g = torch.Generator().manual_seed(0)
     return torch.utils.data.TensorDataset(torch.randn(n*BS, *shape, generator=g), torch.randint(0, 10, (n*BS,), generator=g))
 
@@ -243,7 +246,12 @@ def row(name, r, base):
 def table(work, res):
     "The markdown table of one work"
     rows = [row({**CONTENDERS, **TRIED}[k], r, res['hand']) for k,r in res.items()]
-    return '\n'.join([f'### {(WORKS|DEEP)[work]}, batch of {BS}\n', *(f"| {' | '.join(map(str, o))} |" for o in (HEAD, ['---']*len(HEAD), *rows))])
+    return '\n'.join([f'### {(WORKS|MORE)[work]}, batch of {BS}\n', *(f"| {' | '.join(map(str, o))} |" for o in (HEAD, ['---']*len(HEAD), *rows))])
+
+def device_ms(work, chip):
+    "The estimate of the TPU's compiler for a training step on `chip`"
+    import fastai_xla.all
+    return learner(work, WARM, []).compile_for(chip).programs['train'].time*1e3
 
 def machine():
     return dict(versions={o: version(o) for o in ('torch','torch_xla','fastai','timm','accelerate','lightning') if find_spec(o)}, python=platform.python_version(),
@@ -256,6 +264,7 @@ def main(
     rounds:int=2, # How often each trains
     steps:int=40, # Steps of a training
     out:str='bench.json', # File for the numbers
+    tpu:str='', # A described chip, such as 'v5e-1', for which steps are compiled too
     child:str='', # Train in this process: work and contender
 ):
     "Print a table for each work and write the numbers as JSON"
@@ -269,4 +278,7 @@ def main(
             for o in here: got[o].append(measure(work, o, steps))
         res[work] = {o: pool(r) for o,r in got.items() if all(r)}
         print(table(work, res[work]), '\n', flush=True)
+        if tpu:
+            res[work]['device'] = ms = device_ms(work, tpu)
+            print(f"The TPU's compiler estimates {ms:.2f} ms for the step on a {tpu}; the host takes "+', '.join(f"{r['host']/ms:.1f} times that by {k}" for k,r in res[work].items() if k!='device')+'\n', flush=True)
         Path(out).write_text(json.dumps(res, indent=1))

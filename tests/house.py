@@ -129,7 +129,7 @@ import functools, importlib, json, sys
 about = json.loads(sys.argv[1])
 lib,taken = about['lib'],[]
 if about['patched']:
-    import fastai.vision.all, fastai.text.all, fastai.tabular.all
+    import fastai.vision.all, fastai.text.all, fastai.tabular.all, fastai.callback.wandb
     from fastai.learner import Learner
     taken = [o for o in about['patched'] if hasattr(Learner, o)]
 everything = importlib.import_module(f'{lib}.all')

@@ -123,7 +123,8 @@ def _export(old, self, *args, **kwargs):
     with self.removed_cbs(self.cbs.filter(lambda cb: type(cb).__module__.startswith('fastai_xla'))): return old(self, *args, **kwargs)
 
 # %% ../../nbs/130_patches.learner.ipynb #args
-for _o in (fastai.basics, sys.modules.get('fastai.callback.wandb')):
-    if not hasattr(_o, 'init_args'): continue # fastcore before 2.2.39
-    @replaces(_o, 'init_args', 'fastai 2.8.12 with fastcore 2.2.39', "`WandbCallback` failed for every Learner: `vars()` of a number")
+_users = sys.modules.get('fastai.callback.wandb', fastai.basics) # who is imported later takes it from `fastai.basics`
+
+if hasattr(_users, 'init_args'): # fastcore 2.2.39
+    @replaces(_users, 'init_args', 'fastai 2.8.12 with fastcore 2.2.39', "`WandbCallback` failed for every Learner: `vars()` of a number")
     def _init_args(old, o): return old(o) if hasattr(o, '__dict__') and not type(o).__module__.startswith('fastai_xla') else {}

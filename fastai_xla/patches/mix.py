@@ -67,16 +67,19 @@ def _mix(mixup, x, lam, cut):
     x.copy_(torch.where(inside_boxes(boxes, *x.shape[-2:])[:,None], other, xs*keep + other*(1-keep)))
     return lam
 
-def _mix_some(n_each, old, self, x):
-    if not on_xla(x): return old(self, x)
-    with thread_draws(): return _mix(self, x, *self._params_per_elem(len(x)//n_each))[:,None]
+def _mix_some(n_each, mixup, x):
+    with thread_draws(): return _mix(mixup, x, *mixup._params_per_elem(len(x)//n_each))[:,None]
 
-for _name,_n_each in (('_mix_elem',1), ('_mix_pair',2)):
-    replaces(tmix.Mixup, _name, 'timm 1.0', 'each rectangle was compiled')(partial(_mix_some, _n_each))
-
-@replaces(tmix.Mixup, '_mix_batch', 'timm 1.0', 'each rectangle was compiled, and a batch that was not mixed')
-def _mix_batch(old, self, x):
-    if not on_xla(x): return old(self, x)
+def _mix_batch(mixup, x):
     with thread_draws():
-        lam,cut = self._params_per_batch()
-        return _mix(self, x, np.array([lam]), np.array([cut]))
+        lam,cut = mixup._params_per_batch()
+        return _mix(mixup, x, np.array([lam]), np.array([cut]))
+
+_mixers = dict(_mix_elem=partial(_mix_some, 1), _mix_pair=partial(_mix_some, 2), _mix_batch=_mix_batch)
+
+@replaces(tmix.Mixup, '__call__', 'timm 1.0', 'each rectangle was compiled, and a batch that was not mixed')
+def _mixup(old, self, x, target):
+    if not on_xla(x): return old(self, x, target)
+    t = copy(self)
+    vars(t).update({k: partial(f, t) for k,f in _mixers.items()})
+    return old(t, x, target)

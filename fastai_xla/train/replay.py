@@ -17,7 +17,7 @@ from fastcore.all import patch
 from ..runtime.device import xm
 from ..runtime.counts import n_device_calls
 from ..runtime.ranks import gather_objects, world_size
-from ..runtime.transfer import map_tensors, tensors_of
+from ..runtime.transfer import map_tensors, on_xla, tensors_of
 from ..runtime.args import check_bool, check_int
 from .move import learner_modules, opt_states, placed_tensors
 from .optimizer import count_step, sent_numbers
@@ -63,9 +63,8 @@ class ReplayParts:
 
     def is_state_of(self, learn):
         "Has the optimizer the state that it had?"
-        kept = (*(v for st in opt_states(learn.opt) for s in st.values() for v in s.values() if isinstance(v, torch.Tensor) and v.device.type=='xla'),
-            *chain(*(getattr(learn.opt, 'slow_weights', None) or ())))
-        return all(id(t) in self.ids for t in kept)
+        kept = chain((v for st in opt_states(learn.opt) for s in st.values() for v in s.values()), *(getattr(learn.opt, 'slow_weights', None) or ()))
+        return all(id(v) in self.ids or not on_xla(v) for v in kept)
 
     def found(self):
         "Each attribute that has tensors of the device, as (place, tensors)"
@@ -92,7 +91,8 @@ class ReplayParts:
     def fill(self, left, outs, given):
         "Give the attributes of `left` the tensors of a step"
         where = dict(out=outs, given=given, state=self.state)
-        for (name,k),form,sources in left: self.owners[name][k] = filled(form, iter([where[w][i] for w,i in sources]))
+        with torch._C.DisableTorchFunctionSubclass(): # fastai's types ask theirs of each attribute
+            for (name,k),form,sources in left: self.owners[name][k] = filled(form, iter([where[w][i] for w,i in sources]))
 
 # %% ../../nbs/460_train.replay.ipynb #plans
 class StepPlans:
@@ -225,9 +225,9 @@ class StepReplay(StepTracing):
         return True
 
     def cut(self, learn):
-        "The end of a batch: run what it has left"
-        if self.ran: self.capture.rest(learn.dl.sync)
-        elif self.open is None or not (closed := self._close(learn)): learn.dl.sync()
+        "The end of a batch: run what it has left; what callbacks leave of a step that was run again waits for the next, if there is one"
+        if self.ran and learn.iter+1>=learn.n_iter: self.capture.rest(learn.dl.sync)
+        if not self.ran and (self.open is None or not (closed := self._close(learn))): learn.dl.sync()
         if self.open is not None: self._agree(closed)
         self.n_traced += learn.training and not self.ran
         self.open,self.ran = None,False
