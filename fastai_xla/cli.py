@@ -96,6 +96,11 @@ def _launch(args):
     if not Path(a.script).is_file(): p.error(f'There is no file {a.script}')
     _need_xla()
     from fastai_xla.launch import LaunchError, tpu_launch
+    from fastai_xla.runtime.ranks import rank
+    from fastai_xla.virtual_cores import TorchrunPlace, use_virtual_cores
+    if TorchrunPlace.here():
+        use_virtual_cores(a.cores, processes=True)
+        return _run_script(rank(), a.script, a.args)
     try: tpu_launch(_run_script, a.script, a.args, n_cores=a.cores)
     except LaunchError as e: sys.exit(f'LaunchError: {e}')
     except ValueError as e: sys.exit(f'ValueError: {e}')
