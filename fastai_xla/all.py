@@ -50,8 +50,8 @@ from .train.strict import *
 from .train.trainer import *
 from .virtual_cores.barrier import *
 from .virtual_cores.collectives import *
-from .virtual_cores.hosts import *
 from .virtual_cores.replicas import *
+from .virtual_cores.hosts import *
 from .virtual_cores.processes import *
 from .virtual_cores.use import *
 from .launch.carry import *

@@ -26,16 +26,15 @@ def until(f, told, seconds=60):
 
 class Host:
     "An agent of torchrun with what it starts"
-    def __init__(self, i, port, folder, script, *args, **options):
+    def __init__(self, i, port, folder, script, *args, by=(), **options):
         self.home = folder/f'host{i}'
         for o in ('work','tmp'): (self.home/o).mkdir(parents=True, exist_ok=True)
-        self.args = i,port,folder,script,*args
-        self.options = options
+        self.args,self.options = (i, port, folder, script, *args),dict(options, by=by) # `by`: what runs the script
         env = dict(os.environ, HOME=self.home, TMPDIR=self.home/'tmp', XDG_CACHE_HOME=self.home/'cache', TORCH_HOME=self.home/'torch', FASTAI_HOME=self.home/'fastai',
             PYTHONPATH=os.pathsep.join([str(tests), os.environ.get('PYTHONPATH', str(repo))]))
         options = [f'--{k.replace("_","-")}={v}' for k,v in dict(nnodes=2, nproc_per_node=per_host, rdzv_backend='c10d', rdzv_id='run', rdzv_endpoint=f'127.0.0.1:{port}', **options).items()]
         self.out = open(self.home/'out', 'w+')
-        self.agent = Forked(['-m', 'torch.distributed.run', '--no-python', *options, sys.executable, tests/'forked_worker.py', script, *args],
+        self.agent = Forked(['-m', 'torch.distributed.run', '--no-python', *options, sys.executable, tests/'forked_worker.py', *by, script, *args],
             env={k: str(v) for k,v in env.items() if k not in ('CPU_NUM_DEVICES','CPU_NUM_PROCESSES')}, cwd=self.home/'work', stdout=self.out, stderr=self.out)
 
     def die(self):
@@ -105,6 +104,8 @@ res = phases(learner(bs=2).to_tpu_distributed(), [CSVLogger()])
 who = dict(rank=rank(), n=world_size(), host=xr.host_index(), local=xr.local_ordinal(), here=xr.local_device_count(), process=xr.process_index(), first=first, environ='RANK' in os.environ)
 torch.save((who, res), shared/f'{rank()}.pt')
 train('unbroken')
+try: train(Path.home()/'run')
+except ValueError as e: (shared/f'{rank()}.own').write_text(str(e))
 barrier()
 if rank()==world_size()-1: raise ValueError('boom')
 try: barrier()
@@ -137,7 +138,7 @@ def two(tmp_path_factory): return Hosts(tmp_path_factory.mktemp('hosts'))
 
 def test_two_hosts_are_as_one_process(two):
     "lr_find, losses, metrics, weights, predictions; files are written by the main rank alone; an error is told with its rank and host"
-    n,ends = 2*per_host,two.run(compared)
+    n,ends = 2*per_host,two.run(compared, by=['-m','fastai_xla','launch'])
     exec(phases, scope := {})
     one = scope['phases'](learner(bs=2*n))
     seen = [torch.load(two.shared/f'{r}.pt', weights_only=False) for r in range(n)]
@@ -148,6 +149,9 @@ def test_two_hosts_are_as_one_process(two):
         assert all(torch.equal(flat(x), flat(y)) for x,y in zip(res, seen[0][1]))
     files = [sorted(o.name for o in (two.folder/f'host{i}'/'work').rglob('*') if o.is_file()) for i in range(2)]
     assert files==[['best.pth','history.csv'], []]
+    for r in range(n):
+        blind = str([*range(per_host, n)])
+        assert f'is not seen by the ranks {blind}: name a folder that all hosts share' in (two.shared/f'{r}.own').read_text()
     for r in range(per_host):
         told = f'Replica {r} waits in all_gather on dim 0 of uint8[1, 4096] for replica {n-1} on host 1 ({socket.gethostname()}), which raised ValueError: boom'
         assert (two.shared/f'{r}.error').read_text()==f'{n-1} {told}'
@@ -161,7 +165,7 @@ def same_end(a, b):
 def test_a_rank_dies_and_then_a_host(two, monkeypatch):
     "torchrun starts all anew in the same store; the other host soon ends what it runs, with the name of the dead one; when that is back all goes on to what would have been"
     monkeypatch.setenv('TORCH_DISABLE_SHARE_RDZV_TCP_STORE', '1') # or torch's agent does not let a new one in: 2.8 and 2.9 keep the address of the first round
-    a,b = two.start(dying, 'dies', max_restarts=1)
+    a,b = two.start(dying, 'dies', max_restarts=1, rdzv_conf='keep_alive_interval=1,keep_alive_max_attempt=2')
     until((two.shared/'now').exists, a.text)
     b.die()
     start = time.monotonic()

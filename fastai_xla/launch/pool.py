@@ -45,7 +45,8 @@ def _layout(
 def check_parent():
     "Raise unless this process may start replicas"
     if (at := TorchrunPlace.here()) or this_process() or runtime_started() and world_size()>1:
-        raise RuntimeError(f"This is a replica already{f', rank {at.rank} of {at.n} by torchrun' if at else ''}: call the function itself, without tpu_launch or TPUPool")
+        by = f', rank {at.rank} of {at.n} by torchrun' if at else ''
+        raise RuntimeError(f"This is a replica already{by}: call the function itself, without tpu_launch or TPUPool")
     if not xr.is_spmd() and not runtime_started(): return
     what = 'SPMD, one program for all cores' if xr.is_spmd() else 'the XLA device, by `to_tpu` or a tensor there'
     raise RuntimeError(f"This process uses {what}, so replicas could not get the cores: restart Python (in a notebook: the kernel), and launch first")

@@ -149,7 +149,8 @@ class _Look(_Barrier):
         until = time.monotonic()+self.homes.seconds
         while not (gone := {r: o for r,o in self._gone().items() if r in group}) and time.monotonic()<until: time.sleep(self.beat)
         who = '; '.join(f'{self._which(r)} {o}' for r,o in gone.items()) or 'all of them seem to be there'
-        return ReplicaError(f"Replica {self.rank} has lost its connection to replicas {', '.join(map(str, group))}: {who}. It said: {e}", min(gone, default=None))
+        lost = f"Replica {self.rank} has lost its connection to replicas {', '.join(map(str, group))}"
+        return ReplicaError(f'{lost}: {who}. It said: {e}', min(gone, default=None))
 
     def _gone(self):
         try: return {**self.homes.gone(), **self._read('left')}
@@ -162,7 +163,8 @@ class _Meeting(_Look):
         "As a barrier's, with peers in other processes"
         try: self._meet(self.rank, step, group)
         except dist.DistError as e:
-            raise ReplicaError(f"Replica {self.rank} in {step} finds that the store is gone in which the replicas meet: who keeps it{self.homes.of(0)} has ended") from e
+            who = f'who keeps it{self.homes.of(0)} has ended'
+            raise ReplicaError(f'Replica {self.rank} in {step} finds that the store is gone in which the replicas meet: {who}') from e
 
     def _meet(self, rank, step, group):
         i = self.counts[group] = self.counts.get(group, 0)+1

@@ -51,16 +51,17 @@ def _attempt(
             if here.check([f'come/{r}' for r in range(n)]): return here
         time.sleep(.02)
     missing = [r for r,k in enumerate(words) if not store.check([k])]
-    raise ReplicaError(f"{f'The ranks {missing}' if missing else 'Some'} of {n} that torchrun starts have not come within {seconds:g} s to `use_virtual_cores(processes=True)` "
-        "or `to_tpu_distributed`: every rank must call it, and first of all")
+    raise ReplicaError(f"{f'The ranks {missing}' if missing else 'Some'} of {n} that torchrun starts have not come within {seconds:g} s: "
+        "each must call `use_virtual_cores(processes=True)` or `to_tpu_distributed`, and first of all")
 
 # %% ../../nbs/525_virtual_cores.hosts.ipynb #address
 def _address_towards(host, port=9):
     "The address of this host on the way to `host`; nothing is sent"
-    family,_,_,_,to = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as s:
-        s.connect(to)
-        return s.getsockname()[0]
+    for family,_,_,_,to in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as s: # it may have an address of a kind that this host has not
+            s.connect(to)
+            return s.getsockname()[0]
+    raise ReplicaError(f'This host has no way to {host}, where torchrun says that ranks meet: is its name known here, and the network up?')
 
 def _is_inner(address): return ip_address(address).is_loopback
 

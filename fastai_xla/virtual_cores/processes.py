@@ -54,6 +54,7 @@ def _quiet_output():
         os.dup2(out, 1)
         for o in (out, null): os.close(o)
 
+# %% ../../nbs/530_virtual_cores.processes.ipynb #joined
 class _Joined(_Run):
     "A run of replicas of which one is here"
     def __init__(self, peers, barrier):

@@ -29,7 +29,7 @@ def _initialize(place, rank, n):
 def _run_multiprocess(pjrt, stock, fn, *args, start_method='spawn', **kwargs):
     "What `fn(*args, **kwargs)` returns, by rank, in a process for each core"
     n = n_processes()
-    if _Run.peers: raise RuntimeError(f'This process is rank {_Run.peers.rank} of {_Run.peers.n} already: call the function itself, or `torch_xla.launch`, which does')
+    if peers := _Run.peers: raise RuntimeError(f'This process is rank {peers.rank} of {peers.n} already: call the function itself')
     if n==1 or runtime_started(): return stock(fn, *args, start_method=start_method, **kwargs)
     run = partial(pjrt._run_thread_per_device, local_world_size=n, fn=partial(fn, *args, **kwargs),
         initializer_fn=partial(_initialize, place_to_meet()['FASTAI_XLA_PLACE']))
