@@ -30,7 +30,7 @@ test: $(VENV)/.done-dev
 test-oldest: $(OLDEST)/.done-dev
 	@$(OLDEST)/bin/python tools/run_tests.py --jobs=$(or $(JOBS),2) $(FILES)
 
-PROCESS_FILES := $(addprefix tests/test_,$(addsuffix .py,launch pool distributed exact pickling checkpoint fsdp fsdp_pool))
+PROCESS_FILES := $(addprefix tests/test_,$(addsuffix .py,launch pool distributed exact pickling checkpoint fsdp fsdp_pool hosts))
 test-processes: $(VENV)/.done-dev
 	@FASTAI_XLA_PROCESSES=1 $(BIN)/python tools/run_tests.py --jobs=1 $(or $(FILES),$(PROCESS_FILES))
 

@@ -1,9 +1,10 @@
 """What a call costs: the time of the first and the second `fit` on a pool, and the memory of the notebook and the replicas.
 
-    python benchmarks/second_fit.py                # 8 virtual cores, 1 GB of images in memory
+    python benchmarks/second_fit.py                # 8 virtual cores, threads of one process; 1 GB of images in memory
+    python benchmarks/second_fit.py --processes    # a process for each, as on a v5e-8
 
-Memory is the proportional set size (Linux): what several processes share counts once. On XLA:CPU all cores are threads of one
-process; that eight processes, as on a v5e-8, share the dataset too is not shown here.
+Memory is the proportional set size (PSS, Linux): what several processes share counts once. RSS counts it in each. `--processes`
+shows both of each process at the end, when each has read the whole dataset, and after that.
 """
 import time
 import psutil, torch
@@ -19,12 +20,29 @@ class Images:
     def __len__(self): return len(self.x)
     def __getitem__(self, i): return self.x[i].float()/255,self.y[i]
 
-def gigabytes(p): return p.memory_full_info().pss/2**30
+class ReadsAll(Callback):
+    "What each replica holds when all have looked at each byte of the dataset"
+    def before_fit(self):
+        self.dls.train.dataset.x.amax()
+        barrier()
+        self.held = gather_objects(held())
+        barrier()
+
+def gigabytes(p, kind='pss'): return getattr(p.memory_full_info(), kind)/2**30
+def held(p=None): return [gigabytes(p or psutil.Process(), o) for o in ('rss','pss')]
 
 def memory():
     "Of this process, and of the replicas"
     me = psutil.Process()
     return gigabytes(me),sum(gigabytes(p) for p in me.children(recursive=True))
+
+def each(learn):
+    "RSS and PSS of this process and each replica, as markdown"
+    cb = ReadsAll()
+    learn.fit(1, cbs=cb)
+    rows = [('notebook', held(), held()), *((f'rank {i}', cb.held[i], held(p)) for i,p in enumerate(psutil.Process().children()))]
+    table = [f"| {k} | {' | '.join(f'{o:.2f}' for o in (*in_fit, *after))} |" for k,in_fit,after in rows]
+    return '\n'.join(['| | RSS in a fit, GB | PSS in a fit, GB | RSS after it, GB | PSS after it, GB |\n|---|---|---|---|---|', *table])
 
 def fit(learn, cores):
     "Seconds until the first batch, seconds in all, compiles in the replicas"
@@ -41,15 +59,17 @@ def main(
     cores:int=8, # Virtual cores
     gb:float=1., # Size of the dataset in GB
     steps:int=4, # Steps of a fit
+    processes:bool=False, # A process for each core?
 ):
     "Print the table as markdown"
+    if processes: use_virtual_cores(cores, processes=True)
     n = int(gb*2**30/(3*64*64))
     data = Images(n)
     sample = random.sample(range(n), steps*cores*4)
     dl = DataLoader(data, bs=4, num_workers=0, n=n, get_idxs=lambda: sample)
     learn = Learner(DataLoaders(dl, DataLoader(data, bs=4, num_workers=0, n=n, get_idxs=lambda: sample[:8])),
                     nn.Sequential(nn.Conv2d(3,8,3,2), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8,10)), CrossEntropyLossFlat())
-    print(f'{cores} virtual cores, a dataset of {data.x.nbytes/2**30:.2f} GB in memory\n')
+    print(f'{cores} virtual cores{", each of a process" if processes else ""}, a dataset of {data.x.nbytes/2**30:.2f} GB in memory\n')
     print('| | seconds to the first batch | seconds in all | compiles so far | notebook, GB | replicas, GB |\n|---|---|---|---|---|---|')
     here,there = memory()
     print(f'| before | | | | {here:.2f} | {there:.2f} |')
@@ -58,4 +78,6 @@ def main(
         with learn.no_bar(), learn.no_logging(): first,total,compiles = fit(learn, cores)
         here,there = memory()
         print(f'| {name} | {first:.2f} | {total:.2f} | {compiles:.0f} | {here:.2f} | {there:.2f} |')
+    if processes:
+        with learn.no_bar(), learn.no_logging(): print(f'\n{each(learn)}')
     learn.detach_tpu_distributed()

@@ -51,13 +51,16 @@ from .train.trainer import *
 from .virtual_cores.barrier import *
 from .virtual_cores.collectives import *
 from .virtual_cores.replicas import *
+from .virtual_cores.hosts import *
 from .virtual_cores.processes import *
+from .virtual_cores.use import *
 from .launch.carry import *
 from .launch.wire import *
 from .launch.replica import *
 from .launch.crew import *
 from .launch.pool import *
 from .launch.watchdog import *
+from .launch.slice import *
 from .distributed.loader import *
 from .distributed.metrics import *
 from .distributed.units import *

@@ -70,8 +70,7 @@ def _demo(args):
     for n in [a.cores] if a.cores else dict.fromkeys((1, most)):
         out = a.out if a.cores or n==1 else a.out/f'{n}_cores'
         command = [sys.executable, _example('digits.py'), '--cores', n, '--epochs', a.epochs, '--out', out]
-        code = subprocess.run([*map(str, command)]).returncode
-        if code: return 1
+        if subprocess.run([*map(str, command)]).returncode: return 1
     return 0
 
 # %% ../nbs/990_cli.ipynb #launch
@@ -96,10 +95,11 @@ def _launch(args):
     if not Path(a.script).is_file(): p.error(f'There is no file {a.script}')
     _need_xla()
     from fastai_xla.launch import LaunchError, tpu_launch
-    try: tpu_launch(_run_script, a.script, a.args, n_cores=a.cores)
-    except LaunchError as e: sys.exit(f'LaunchError: {e}')
-    except ValueError as e: sys.exit(f'ValueError: {e}')
-    return 0
+    from fastai_xla.virtual_cores import TorchrunPlace, use_virtual_cores
+    at = TorchrunPlace.here()
+    try: use_virtual_cores(a.cores, processes=True) if at else tpu_launch(_run_script, a.script, a.args, n_cores=a.cores)
+    except (LaunchError,ValueError) as e: sys.exit(f'{type(e).__name__}: {e}')
+    return at and _run_script(at.rank, a.script, a.args)
 
 # %% ../nbs/990_cli.ipynb #bench
 def _made_learner(spec, parser):

@@ -51,7 +51,8 @@ def run(args):
         print(e.code, file=sys.stderr)
         return 1
     except BaseException as e:
-        sys.excepthook(type(e), e.with_traceback(e.__traceback__.tb_next), e.__traceback__)
+        sys.last_value = e.with_traceback(e.__traceback__.tb_next) # as Python leaves it
+        sys.excepthook(type(e), e, e.__traceback__)
         return 1
     return 0
 

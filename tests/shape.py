@@ -19,9 +19,9 @@ def _as_here(rank, state, fn, *args):
 
 _n = [8]
 def use_processes(n=8, processes=True):
-    from fastai_xla.virtual_cores import processes as p
+    from fastai_xla.virtual_cores import use
     _n[0] = n
-    p.use_virtual_cores(n, processes=True)
+    use.use_virtual_cores(n, processes=True)
 
 def take_shape():
     "Have what a suite imports from now on be of the shape that was asked for"

@@ -18,6 +18,7 @@ from ..train.move import set_hypers
 from ..train.stand_ins import begin_bar
 from ..train.trainer import TPUTrainer
 from ..distributed.learner import TPUPoolTrainer
+from ..storage.lease import check_shared
 from .store import CheckpointStore, Position
 from .sharded import load_state
 from .progress import LoaderState, note_config, Progress, progress_file
@@ -38,6 +39,7 @@ class CheckpointReader(CheckpointWriter):
 
     def _find_goal(self, n_ranks):
         "The `Goal` from which this fit goes on; None from where the Learner is"
+        check_shared(self.store.place)
         run = self.run_record
         found,run.id = from_main(lambda: (self.store.newest() or self.other and self.other.newest(), run.id))
         self.settings = settings_of(self.learn, run, n_ranks)

@@ -26,11 +26,13 @@ from ..train.state import copy_apart, is_display, model_objects
 from ..train.replay import StepReplay
 from ..train.trainer import drop_batch, remove_trainers, TPUTrainer
 from ..virtual_cores.replicas import replicas_running
+from ..virtual_cores.use import join_torchrun
 from ..launch.carry import spare
 from ..launch.wire import LaunchInterrupt
 from ..launch.replica import post, this_process
 from ..launch.pool import check_parent, get_pool
 from ..launch.watchdog import tell_where, Watchdog
+from ..launch.slice import check_one_host
 from .trainer import GradientReducer, lengthen_lr_find, TPUDistributedTrainer
 from .fsdp_trainer import distributed_trainer
 from .home import pack_home, Shipment, unpack_home
@@ -181,7 +183,9 @@ def to_tpu_distributed(self:Learner,
     check_bool('scale_lr', scale_lr)
     Watchdog(watchdog)
     options['scale_lr'] = scale_lr
+    join_torchrun()
     if _in_replica(): return _attach_here(self, n_cores, **options)
+    check_one_host()
     if not get_pool(n_cores).is_open: check_parent()
     self.remove_cbs(TPUPoolTrainer)
     move_learner(self, 'cpu') # where `deferred_init` left values open, they are made

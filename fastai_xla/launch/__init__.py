@@ -5,3 +5,4 @@ from .replica import *
 from .crew import *
 from .pool import *
 from .watchdog import *
+from .slice import *

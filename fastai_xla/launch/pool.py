@@ -15,6 +15,7 @@ from ..runtime.device import device_kind, mend_env, n_cores as n_cores_here, n_p
 from ..runtime.ranks import world_size
 from ..runtime.signals import first_signal
 from ..runtime.args import check_bool, check_callable, check_int
+from ..virtual_cores.hosts import TorchrunPlace
 from ..virtual_cores.replicas import virtual_env
 from ..virtual_cores.processes import place_to_meet, process_env
 from .carry import loads
@@ -42,8 +43,9 @@ def _layout(
 # %% ../../nbs/580_launch.pool.ipynb #check-parent
 def check_parent():
     "Raise unless this process may start replicas"
-    if this_process() or runtime_started() and world_size()>1:
-        raise RuntimeError("This is a replica already: call the function itself, without tpu_launch or TPUPool")
+    if (at := TorchrunPlace.here()) or this_process() or runtime_started() and world_size()>1:
+        by = f', rank {at.rank} of {at.n} by torchrun' if at else ''
+        raise RuntimeError(f"This is a replica already{by}: call the function itself, without tpu_launch or TPUPool")
     if not xr.is_spmd() and not runtime_started(): return
     what = 'SPMD, one program for all cores' if xr.is_spmd() else 'the XLA device, by `to_tpu` or a tensor there'
     raise RuntimeError(f"This process uses {what}, so replicas could not get the cores: restart Python (in a notebook: the kernel), and launch first")

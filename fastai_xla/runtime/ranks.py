@@ -63,10 +63,12 @@ def barrier():
 
 @contextmanager
 def main_first():
-    "The main rank runs the body before the others do"
-    if not is_main(): barrier()
+    "The main rank runs the body before the others do, and then one rank of each other host before the rest"
+    n = 2 if world_size()>1 and world_size()>xr.local_device_count() else 1
+    turn = 0 if is_main() else 1 if n==2 and xr.local_ordinal()==0 else n
+    for _ in range(turn): barrier()
     yield
-    if is_main(): barrier()
+    for _ in range(n-turn): barrier()
 
 # %% ../../nbs/010_runtime.ranks.ipynb #broadcast
 @torch.no_grad()

@@ -16,6 +16,7 @@ from ..patches.spmd import read_spread_in_pieces
 from ..models.deferred import materialize
 from ..models.repeats import repeated_blocks
 from ..train.move import learner_modules, opt_tensors, repoint_opt
+from ..virtual_cores.hosts import TorchrunPlace
 from ..launch.pool import current_pool
 from .rules import infer_sharding
 
@@ -23,6 +24,9 @@ from .rules import infer_sharding
 def check_process():
     "Raise unless this process may run one program on all cores"
     require_xla()
+    if at := TorchrunPlace.here():
+        raise RuntimeError(f"torchrun has started this process as rank {at.rank} of {at.n}, and one program for all cores is run by one process: "
+            "use `to_tpu_distributed(fsdp=True)`, or start the script without torchrun")
     if runtime_started() and not xr.is_spmd():
         raise RuntimeError("This process has used the XLA device, by `to_tpu`, as a replica or with a tensor there, and cannot turn to SPMD, "
             "one program for all cores, any more: restart Python (in a notebook: the kernel) and call `to_tpu_sharded` "

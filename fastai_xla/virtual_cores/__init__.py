@@ -2,4 +2,6 @@
 from .barrier import *
 from .collectives import *
 from .replicas import *
+from .hosts import *
 from .processes import *
+from .use import *

@@ -8,7 +8,9 @@ Docs: https://fastai-xla.github.io/fastai_xla/virtual_cores.barrier.html.md"""
 __all__ = ['ReplicaError']
 
 # %% ../../nbs/500_virtual_cores.barrier.ipynb #imports
-import ast, os, socket, threading, time
+import ast, json, os, socket, threading, time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 import torch.distributed as dist
 from ..runtime.signals import proc_stat
 
@@ -48,12 +50,14 @@ class _Barrier:
                 self.cv.wait()
         if len({*here.values()})>1: raise ReplicaError(f'The replicas do not do the same. {_by_step(here)}')
 
+    def _which(self, rank): return f'replica {rank}'
+
     def _in_vain(self, rank, step, missing):
         "The error for a rank that nobody will come to, or None"
         if rank in self.left: return ReplicaError(f'Replica {rank} {self.left[rank]}', rank)
         gone = next((o for o in self.left if o in missing), None)
         if gone is not None:
-            return ReplicaError(f'Replica {rank} waits in {step} for replica {gone}, which {self.left[gone]}', gone)
+            return ReplicaError(f'Replica {rank} waits in {step} for {self._which(gone)}, which {self.left[gone]}', gone)
         stuck = {*self.left}.union(*self.open.values())
         if len(stuck)==self.n: return ReplicaError(f"The replicas wait for each other. {'; '.join(map(_by_step, self.open.values()))}")
 
@@ -68,14 +72,38 @@ class _Barrier:
             self.cv.notify_all()
 
 # %% ../../nbs/500_virtual_cores.barrier.ipynb #alive
-def _home(): return f'{socket.gethostname()} {os.getpid()}'
+@dataclass(frozen=True)
+class _Home:
+    "Where a process lives"
+    pid:int
+    host:int=0 # Its host's number
+    name:str='' # Its host's name
+    address:str='127.0.0.1' # Its host's, as other hosts may see it
 
-def _is_dead(home):
-    "Has the process, of this machine, that wrote `home` ended?"
-    host,pid = home.split()
-    if host!=socket.gethostname(): return False
-    stat = proc_stat(pid)
-    return stat is None or stat[0] in 'ZX'
+    @classmethod
+    def here(cls, **kwargs): return cls(os.getpid(), name=socket.gethostname(), **kwargs)
+    @classmethod
+    def of(cls, packed): return cls(**json.loads(packed))
+    def packed(self): return json.dumps(asdict(self))
+
+    def is_empty(self):
+        "Has the process, which is one of this host, ended?"
+        stat = proc_stat(self.pid)
+        return stat is None or stat[0] in 'ZX'
+
+class _Homes:
+    "Where the processes live, by rank, as seen from the process of `rank`"
+    def __init__(self, rank=0, homes=(), silent=list, seconds=3.):
+        self.rank,self.homes,self.silent,self.seconds = rank,homes,silent,seconds # `seconds` after which it is known who is gone
+
+    def of(self, rank):
+        "On which host is `rank`? '' where there is one"
+        return f' on host {self.homes[rank].host} ({self.homes[rank].name})' if len({o.host for o in self.homes})>1 else ''
+
+    def gone(self):
+        "{rank: why it will not come}"
+        here = [r for r,o in enumerate(self.homes) if o.host==self.homes[self.rank].host and o.is_empty()]
+        return {**{r: 'is silent: it or its host has died' for r in self.silent()}, **{r: 'has died: its process is gone' for r in here}}
 
 # %% ../../nbs/500_virtual_cores.barrier.ipynb #have-come
 def _have_come(
@@ -88,16 +116,57 @@ def _have_come(
     while not (there := store.check(keys)) and time.monotonic()<until: time.sleep(pause := min(2*pause, .01))
     return there
 
-# %% ../../nbs/500_virtual_cores.barrier.ipynb #meeting
-class _Meeting(_Barrier):
-    "Where the replicas of `n` processes, of which this one is `rank`, wait for each other"
+# %% ../../nbs/500_virtual_cores.barrier.ipynb #meeting-look
+class _Look(_Barrier):
+    "What a replica of one of `n` processes, that of `rank`, sees of its peers in `store`"
     patience,grace,beat = 600.,3.,.2 # seconds
-    def __init__(self, rank, n, store, homes=()):
+    def __init__(self, rank, n, store, homes=None):
         super().__init__(n)
-        self.rank,self.store,self.homes,self.counts,self.told = rank,store,homes,{},False # `homes`: of the processes, by rank
+        self.rank,self.store,self.homes,self.counts,self.told = rank,store,homes or _Homes(rank),{},False
 
+    def _which(self, rank): return f'replica {rank}{self.homes.of(rank)}'
+    def _read(self, k): return {r: self.store.get(f'{k}/{r}').decode() for r in range(self.n) if self.store.check([f'{k}/{r}'])}
+
+    def _tell_and_read(self, step, i, group):
+        "Tell that this rank waits; returns where all do that have told, and learns who has left"
+        self.told = True
+        self.store.set(f'at/{self.rank}', repr((step, i, group)))
+        self.left.update(self._read('left'))
+        told = {r: ast.literal_eval(o) for r,o in self._read('at').items()}
+        return {r: o for r,o in told.items() if not all(self.store.check([f'{o[2]}/{o[1]}/{m}']) for m in o[2])}
+
+    def _late(self, step, missing, told):
+        told = {r: f"{f'waits in {told[r][0]}' if r in told else 'does not wait for anybody'}{self.homes.of(r)}" for r in missing}
+        return ReplicaError(f"Replica {self.rank} has waited {self.patience:g} s in {step}. {_by_step(told)}", missing[0] if len(missing)==1 else None)
+
+    def leave(self, rank, why):
+        "This process's rank, whatever `rank` says, will not come any more"
+        with suppress(dist.DistError): self.store.set(f'left/{self.rank}', why)
+        super().leave(self.rank, why)
+
+    def broken(self, group, e):
+        "The error where a channel of `group` broke with `e`: who of them is gone is known soon"
+        until = time.monotonic()+self.homes.seconds
+        while not (gone := {r: o for r,o in self._gone().items() if r in group}) and time.monotonic()<until: time.sleep(self.beat)
+        who = '; '.join(f'{self._which(r)} {o}' for r,o in gone.items()) or 'all of them seem to be there'
+        lost = f"Replica {self.rank} has lost its connection to replicas {', '.join(map(str, group))}"
+        return ReplicaError(f'{lost}: {who}. It said: {e}', min(gone, default=None))
+
+    def _gone(self):
+        try: return {**self.homes.gone(), **self._read('left')}
+        except dist.DistError: return {0: 'was with the store in which the replicas meet, which is gone'}
+
+# %% ../../nbs/500_virtual_cores.barrier.ipynb #meeting
+class _Meeting(_Look):
+    "Where the replicas of `n` processes, of which this one is `rank`, wait for each other"
     def meet(self, rank, step, group):
         "As a barrier's, with peers in other processes"
+        try: self._meet(self.rank, step, group)
+        except dist.DistError as e:
+            who = f'who keeps it{self.homes.of(0)} has ended'
+            raise ReplicaError(f'Replica {self.rank} in {step} finds that the store is gone in which the replicas meet: {who}') from e
+
+    def _meet(self, rank, step, group):
         i = self.counts[group] = self.counts.get(group, 0)+1
         keys = {r: f'{group}/{i}/{r}' for r in group}
         self.store.set(keys[rank], step)
@@ -115,29 +184,11 @@ class _Meeting(_Barrier):
     def _wait(self, step, i, group, keys):
         until,told = time.monotonic()+self.patience,None
         while not _have_come(self.store, [*keys.values()], self.beat):
-            before,told = told,self._tell_and_read(step, i, group, time.monotonic()>until-self.patience+self.grace)
+            before,told = told,self._tell_and_read(step, i, group)
+            if time.monotonic()>until-self.patience+self.grace: self.left = {**self.homes.gone(), **self.left}
             missing = {r for r,k in keys.items() if not self.store.check([k])}
             if not missing: continue
             self.open = {group: {r: step for r in keys if r not in missing}}
             if told==before: self.open.update({(g,r): {r: s} for r,(s,_,g) in told.items() if r not in self.open[group]})
             if e := self._in_vain(self.rank, step, missing): raise e
             if time.monotonic()>until: raise self._late(step, sorted(missing), told)
-
-    def _tell_and_read(self, step, i, group, long):
-        "Tell that this rank waits; returns where all do that have told, and learns who has left"
-        self.told = True
-        self.store.set(f'at/{self.rank}', repr((step, i, group)))
-        read = lambda k: {r: self.store.get(f'{k}/{r}') for r in range(self.n) if self.store.check([f'{k}/{r}'])}
-        self.left.update({r: 'has died: its process is gone' for r,o in enumerate(self.homes) if long and _is_dead(o)})
-        self.left.update({r: o.decode() for r,o in read('left').items()})
-        told = {r: ast.literal_eval(o.decode()) for r,o in read('at').items()}
-        return {r: o for r,o in told.items() if not all(self.store.check([f'{o[2]}/{o[1]}/{m}']) for m in o[2])}
-
-    def _late(self, step, missing, told):
-        told = {r: f'waits in {told[r][0]}' if r in told else 'does not wait for anybody' for r in missing}
-        return ReplicaError(f"Replica {self.rank} has waited {self.patience:g} s in {step}. {_by_step(told)}", missing[0] if len(missing)==1 else None)
-
-    def leave(self, rank, why):
-        "This process's rank, whatever `rank` says, will not come any more"
-        self.store.set(f'left/{self.rank}', why)
-        super().leave(self.rank, why)
