@@ -83,6 +83,7 @@ from .checkpoint.writer import *
 from .checkpoint.goal import *
 from .checkpoint.export import *
 from .checkpoint.resume import *
+from .recipes.ema import *
 from .monitor.stats import *
 from .monitor.plan import *
 from .monitor.scopes import *

@@ -123,7 +123,9 @@ def placed_tensors(
     res = {(i,n): t for i,m in enumerate(learner_modules(learn)) for n,t in chain(m.named_parameters(), m.named_buffers())}
     if learn.opt is not None:
         ps,slow = [p for pl in learn.opt.param_lists for p in pl],getattr(learn.opt, 'slow_weights', None) or ()
-        for i,st in enumerate(opt_states(learn.opt)): res.update({('opt',i,j,k): v for j,p in enumerate(ps) for k,v in st.get(p, {}).items()})
+        for i,st in enumerate(opt_states(learn.opt)):
+            names = dict.fromkeys(k for p in ps for k in st.get(p, {})) # kind by kind, as `make_state_ahead` makes it
+            res.update({('opt',i,j,k): st[p][k] for k in names for j,p in enumerate(ps) if k in st.get(p, {})})
         res.update({('slow',i): t for i,t in enumerate(chain(*slow))})
     return {k: t for k,t in res.items() if on_xla(t)}
 

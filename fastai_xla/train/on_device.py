@@ -141,6 +141,10 @@ class DevicePhases(XLACallback):
         "Which batch transforms of the training set run where, and why"
         return TfmPlacement(getattr(self.dls.train, 'after_batch', None), self.batch_tfms)
 
+    def note_weights(self):
+        "The weights have other values, from the device, than the last step has left"
+        self.renewal.note(self.learn)
+
     def takes(self, phase): return phase in ('fit','train','validate')
 
     def run_phase(self, phase, f, final, rest):
@@ -196,6 +200,7 @@ class OnDevice(DevicePhases):
         self.fed = []
 
     def _renew(self): self.renewal.renew(self.learn)
+
     def _lend(self):
         "What the Learner's parts do on a device"
         self.loans.give_back()

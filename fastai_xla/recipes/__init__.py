@@ -1,0 +1,2 @@
+"Recipes of timm's trainings, as callbacks and splitters of fastai."
+from .ema import *
