@@ -84,6 +84,7 @@ from .checkpoint.goal import *
 from .checkpoint.export import *
 from .checkpoint.resume import *
 from .recipes.ema import *
+from .recipes.clip import *
 from .monitor.stats import *
 from .monitor.plan import *
 from .monitor.scopes import *

@@ -1,2 +1,3 @@
 "Recipes of timm's trainings, as callbacks and splitters of fastai."
 from .ema import *
+from .clip import *
