@@ -42,6 +42,8 @@ CASES = [ # what is called, and of its arguments the wrong values
     (EMACallback, dict(decay=but(0), min_decay=but(0), update_after_step=at_least_0, use_warmup=bit, warmup_gamma=but(1.5), warmup_power=but(1.5),
         exclude_buffers=bit, every=count, validate=bit)),
     (GradientClipValue, dict(max_value=but(1.5))), (AdaptiveGradientClip, dict(clip_factor=but(1.5), eps=but(1.5), norm_type=but(1.5), exclude_head=bit)),
+    (LayerDecay, dict(decay=WRONG, min_scale=but(0), by_wd=bit)), (timm_layers, dict(model=WRONG)),
+    (scaled_lr, dict(lr=but(1.5), bs=count, base_bs=count, rule=WRONG), dict(lr=.1, bs=1)),
     (NaNGuard, dict(action=WRONG)), (HostQueue, dict(every=but(0, 1.5)), {}, dict(every='fetch_every')),
     (StrictSteps, dict(warm=at_least_0)), (TPUTrainer, dict(batch_tfms=WRONG, fetch_every=but(0, 1.5), replay=bit)), (StepReplay, dict(on=bit, confirm=count, check_every=count), {}, dict(on='replay')),
     (StepPlans, dict(confirm=count)), (StepTracing, dict(confirm=count)),
