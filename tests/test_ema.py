@@ -87,6 +87,13 @@ def test_goes_on_to_the_last_bit(opt_func, deaths):
         with pytest.raises(KeyboardInterrupt): trained(TPUCheckpoint('run', every=every), Dies(at), opt_func=opt_func)
         near(want, trained(resume_from('run', every=every), opt_func=opt_func), 0, 0)
 
+def test_a_fit_that_had_ended_goes_on():
+    def one(n): return fit(to_tpu(learner(cbs=resume_from('run'))), n, EMACallback(**warm))
+    start,seen = weights(one(1).model),Begins()
+    learn = to_tpu(learner(cbs=[resume_from('run'), seen]))
+    ends(fit(learn, 2, EMACallback(**warm)))
+    near(start, seen.weights, 0, 0)
+
 def test_a_checkpoint_of_another_optimizer():
     with pytest.raises(KeyboardInterrupt): trained(TPUCheckpoint('run', every=3), Dies(5))
     with pytest.raises(ValueError, match='is of another optimizer, with whose state the averages are'): trained(resume_from('run', strict=False), opt_func=SGD)

@@ -125,6 +125,7 @@ class EMACallback(Averages):
         self._make()
 
     def before_train(self):
+        if self.n is None: self._make() # a fit that had ended goes on
         if self.averaged: self._turn()
 
     @torch.no_grad()
