@@ -115,6 +115,7 @@ def main(args=None):
     if a.mixup and a.cutmix: p.error('--mixup or --cutmix: fastai mixes each batch in one way')
     if a.form=='tpu' and a.cores not in (None, 1): p.error('--form tpu trains on one core; --form distributed or sharded on several')
     a.cores = 1 if a.form=='tpu' else a.cores or n_cores()
+    Path(a.output).mkdir(parents=True, exist_ok=True)
     learn = get_learner(a)
     rates,wd = learn.splitter.lr(learn.model, base_lr(a)),learn.splitter.wd(learn.model, a.weight_decay)
     sched = [ParamScheduler({'lr': cosine(rates, a.warmup_epochs/a.epochs, a.warmup_lr, a.min_lr)})] if a.sched=='cosine' else []
