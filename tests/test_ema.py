@@ -27,11 +27,12 @@ def test_buffers_as_they_are():
 
 def test_no_read_no_program_and_steps_are_run_again():
     def trained(cbs, **kwargs):
-        stats,learn = XLAStats(),learner(n=160).to_tpu(fetch_every=1e9, **kwargs)
-        return fit(learn, 3, [*cbs, stats]),stats.steps
-    plain,_ = trained([])
-    again,steps = trained([EMACallback(**warm)])
-    traced,traced_steps = trained([EMACallback(**warm)], replay=False)
+        stats,learn,before = XLAStats(),learner(n=160).to_tpu(fetch_every=1e9, **kwargs),xla_counts().reads
+        return fit(learn, 3, [*cbs, stats]),stats.steps,xla_counts().reads-before
+    plain,*_ = trained([])
+    again,steps,_ = trained([EMACallback(**warm)])
+    traced,traced_steps,reads = trained([EMACallback(**warm)], replay=False)
+    assert reads==trained([], replay=False)[2] # when the model takes the averages nothing goes through the host
     assert {o.compiles for o in steps[1:]}=={0} and {(o.compiles,o.reads) for o in traced_steps[2:]}=={(0,0)}
     assert again.replay.n_replayed==plain.replay.n_replayed>50
     near(ends(traced), ends(again), 0, 0)
@@ -71,6 +72,14 @@ def test_an_error_and_lr_find_leave_nothing_behind():
     ends(fit(learn, 1, EMACallback(**warm)))
     with learn.no_bar(),learn.no_logging(),learn.added_cbs(EMACallback()): learn.lr_find(num_it=5, show_plot=False)
     ends(learn)
+
+def test_an_epoch_without_training():
+    class LeaveOut(Callback):
+        def before_train(self):
+            if self.epoch==1: raise CancelTrainException
+    learn = fit(to_tpu(learner()), 2, [EMACallback(**warm), LeaveOut()])
+    assert learn.recorder.values[0][-2:]==learn.recorder.values[1][-2:]
+    assert not any('ema' in st for *_,st,_ in learn.opt.all_params())
 
 def trained(*cbs, to=to_tpu, fits=2, **kwargs):
     "What comes out of fits of 11 batches an epoch, with those to validate"

@@ -136,6 +136,7 @@ class EMACallback(Averages):
         for t,e in self._pairs(): e.copy_(move_average(e, t.detach(), weight))
 
     def after_train(self):
+        if self.averaged or self.n is None: return # there was no training in this epoch
         self._turn()
         for cb in self.learn._grab_cbs(TPUDistributedTrainer): sync_running_stats(self.model, cb.sync_bn)
         if not self.validate: self._turn()

@@ -200,7 +200,6 @@ class OnDevice(DevicePhases):
         self.fed = []
 
     def _renew(self): self.renewal.renew(self.learn)
-
     def _lend(self):
         "What the Learner's parts do on a device"
         self.loans.give_back()
