@@ -86,6 +86,9 @@ from .checkpoint.writer import *
 from .checkpoint.goal import *
 from .checkpoint.export import *
 from .checkpoint.resume import *
+from .recipes.ema import *
+from .recipes.clip import *
+from .recipes.groups import *
 from .monitor.stats import *
 from .monitor.plan import *
 from .monitor.scopes import *

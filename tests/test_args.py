@@ -39,6 +39,11 @@ CASES = [ # what is called, and of its arguments the wrong values
     (xla_friendly, dict(model=WRONG, img_size=count_or_none), dict(model=timm.create_model('test_vit'))),
     (vit, dict(embed_dim=count, num_heads=count, depth=count, patch_size=count)),
     (move_learner, dict(learn=WRONG, device=but('a')), dict(learn=learn(), device='cpu')),
+    (EMACallback, dict(decay=but(0), min_decay=but(0), update_after_step=at_least_0, use_warmup=bit, warmup_gamma=but(1.5), warmup_power=but(1.5),
+        exclude_buffers=bit, every=count, validate=bit)),
+    (GradientClipValue, dict(max_value=but(1.5))), (AdaptiveGradientClip, dict(clip_factor=but(1.5), eps=but(1.5), norm_type=but(1.5), exclude_head=bit)),
+    (LayerDecay, dict(decay=WRONG, min_scale=but(0), by_wd=bit)), (timm_layers, dict(model=WRONG)),
+    (scaled_lr, dict(lr=but(1.5), bs=count, base_bs=count, rule=WRONG), dict(lr=.1, bs=1)),
     (NaNGuard, dict(action=WRONG)), (HostQueue, dict(every=but(0, 1.5)), {}, dict(every='fetch_every')),
     (StrictSteps, dict(warm=at_least_0)), (TPUTrainer, dict(batch_tfms=WRONG, fetch_every=but(0, 1.5), replay=bit)), (StepReplay, dict(on=bit, confirm=count, check_every=count), {}, dict(on='replay')),
     (StepPlans, dict(confirm=count)), (StepTracing, dict(confirm=count)),
@@ -111,7 +116,7 @@ SEAMS = '''start_iter DeviceDL Shipment EventTeller lengthen_lr_find run_along r
     dist_version inside_boxes ShardReader uncount_steps make_programs_for
     function_of restores OwnDraws MarkedDL graph_error DevicePhases BatchEnds BadStepWatch launch_error shapes_of process_start is_running Lease
     check_room groups_by_size pieces_of read_pieces plain_dtype tensor_kind Encoder encode encode_states Decoder decode checkpoint_fault find_checkpoint
-    StoreReader copy_state note_made made_as fingerprint check_differences note_config CheckpointOptions settings_of progress_file plan_goal load_weights
+    StoreReader copy_state note_made made_as fingerprint check_differences note_config CheckpointOptions settings_of progress_file plan_goal load_weights ema_weight
     StateRestorer FitResumer hlo_message compile_options ProgramReport tpu_advice trace_phase StepReports TPUReport scope_of step_times meter_row meter_line
     speed_text MeterSums MeterRates ProfiledSteps plot_steps time_fit'''.split()
 

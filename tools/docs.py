@@ -25,7 +25,7 @@ def module_of(path):
     found = [directive('default_exp', text(c['source'])) for c in load(path) if c['cell_type']=='code']
     return next((o[1].strip() for o in found if o), None)
 
-guide = 'quickstart','forms','travel','speed','memory','checkpoints','hosts','porting'
+guide = 'quickstart','forms','travel','speed','memory','recipes','checkpoints','hosts','porting'
 
 def pages():
     "Each notebook with the name of its page: the index, the guide, the notebooks for platforms, the tutorials, the rest, and the modules in the order of their numbers"

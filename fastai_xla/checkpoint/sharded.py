@@ -18,6 +18,7 @@ from fastcore.all import L
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from ..runtime.transfer import send, tensors_of
+from ..train.state import load_opt_dict, opt_dict
 from ..storage.pieces import groups_by_size, pieces_of, read_pieces, write_pieces
 from ..sharding.trainer import TPUShardedTrainer
 from .codec import decode, encode, read_encoded, write_encoded
@@ -33,7 +34,7 @@ def _plain(o):
 def learner_state(learn, with_opt=True):
     "What fastai writes of a Learner"
     res = {'model': dict(get_model(learn.model).state_dict())}
-    return dict(res, opt=_plain(learn.opt.state_dict())) if with_opt and learn.opt is not None else res
+    return dict(res, opt=_plain(opt_dict(learn.opt))) if with_opt and learn.opt is not None else res
 
 # %% ../../nbs/790_checkpoint.sharded.ipynb #write
 def _flatten(o, path=()):
@@ -130,7 +131,7 @@ def _open_state(path, allow_pickle):
 def _owner(path, targets, opt):
     "The parameter or buffer to which the tensor at `path` in the file belongs, None if there is none"
     if path[0]=='model': return targets[path[1]]
-    if path[1]=='state': return [p for pl in opt.param_lists for p in pl][int(path[2])]
+    if path[1] in ('state','own'): return [p for pl in opt.param_lists for p in pl][int(path[2])]
     return opt.param_lists[path[2]][path[3]] if path[1]=='slow_weights' else None
 
 def sender(
@@ -214,7 +215,7 @@ def load_state(
     wanted = [k for k in state.sizes if (paths[k][1] in targets if paths[k][0]=='model' else with_opt)]
     send_all = sender(learn)
     for group in _read_all(state, wanted, path): opt.update(_put(learn, group, paths, targets, send_all))
-    if with_opt: learn.opt.load_state_dict(_opt_state(opt, paths))
+    if with_opt: load_opt_dict(learn.opt, _opt_state(opt, paths))
     for cb in learn._grab_cbs(TPUShardedTrainer): cb.place()
 
 def _put(learn, group, paths, targets, send):

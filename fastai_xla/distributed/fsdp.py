@@ -132,6 +132,8 @@ def wrap_units(kept, blocks, options):
     for o in kept: o.wrap_children(new)
     return lib.XlaFullyShardedDataParallel(kept[0].m, **kwargs)
 
+def _units(root): return [] if root is None else [u for u in root.modules() if hasattr(u, 'sharded_params')]
+
 # %% ../../nbs/630_distributed.fsdp.ipynb #wrapper
 class FSDPWrapper:
     "Wraps the model of a Learner, and unwraps it"
@@ -176,8 +178,11 @@ class FSDPWrapper:
     @property
     def is_stale(self):
         "Were layers frozen or unfrozen since `wrap`?"
-        units = [] if self.root is None else [u for u in self.root.modules() if hasattr(u, 'sharded_params')]
-        return any(p.requires_grad!=s.requires_grad for u in units for p,s in zip(u.full_params, u.sharded_params))
+        return any(p.requires_grad!=s.requires_grad for u in _units(self.root) for p,s in zip(u.full_params, u.sharded_params))
+
+    def gather_anew(self):
+        "The shards have other values: after a forward pass without a backward one, torch_xla keeps what it has gathered of the outermost unit"
+        for u in _units(self.root): u._free_full_params(apply_opt_barrier=False)
 
     @contextmanager
     def unwrapped(self, learn):

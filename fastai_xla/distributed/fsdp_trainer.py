@@ -94,6 +94,10 @@ class TPUFSDPTrainer(TPUDistributedTrainer):
         super().after_fit()
         self.fsdp.unwrap(self.learn)
 
+    def note_weights(self):
+        super().note_weights()
+        self.fsdp.gather_anew()
+
     def whole(self): return self.fsdp.unwrapped(self.learn)
 
 # %% ../../nbs/650_distributed.fsdp_trainer.ipynb #choose

@@ -15,7 +15,7 @@ import fastai.basics
 from fastai.basics import Callback, DataLoader, Learner, join_path_file
 from fastcore.all import noop
 from ..runtime.transfer import resting, still_fed
-from .registry import replaces
+from .registry import Loans, replaces
 
 # %% ../../nbs/130_patches.learner.ipynb #callback
 class XLACallback(Callback):
@@ -118,9 +118,22 @@ def _load(old, self, file, device=None, **kwargs):
         finally: self.path = own
 
 # %% ../../nbs/130_patches.learner.ipynb #export
+def _of_ours(o): return type(o).__module__.startswith('fastai_xla')
+
+def _plain_splitter(learn):
+    "What splits as the splitter of `learn` does, a function that is pickled by value"
+    names = {p: n for n,p in learn.model.named_parameters()}
+    groups = [[names[p] for p in g] for g in learn.splitter(learn.model)]
+    def _split(model):
+        ps = dict(model.named_parameters())
+        return [[ps[n] for n in g] for g in groups]
+    return _split
+
 @replaces(Learner, 'export', 'fastai 2.8', 'the file could not be loaded where fastai_xla is not installed')
 def _export(old, self, *args, **kwargs):
-    with self.removed_cbs(self.cbs.filter(lambda cb: type(cb).__module__.startswith('fastai_xla'))): return old(self, *args, **kwargs)
+    with self.removed_cbs(self.cbs.filter(_of_ours)),Loans() as loans:
+        if _of_ours(self.splitter): loans.put(self, 'splitter', _plain_splitter(self))
+        return old(self, *args, **kwargs)
 
 # %% ../../nbs/130_patches.learner.ipynb #args
 _users = sys.modules.get('fastai.callback.wandb', fastai.basics) # who is imported later takes it from `fastai.basics`

@@ -129,7 +129,10 @@ def opt_tensors(
     "`{name: (parameter, tensor)}` of the XLA tensors that `opt` keeps beside its parameters"
     if opt is None: return {}
     ps,slow = [p for pl in opt.param_lists for p in pl],chain(*(getattr(opt, 'slow_weights', None) or ()))
-    res = {('opt',i,j,k): (p,v) for i,st in enumerate(opt_states(opt)) for j,p in enumerate(ps) for k,v in st.get(p, {}).items()}
+    res = {}
+    for i,st in enumerate(opt_states(opt)):
+        names = dict.fromkeys(k for p in ps for k in st.get(p, {})) # kind by kind, as `make_state_ahead` makes it
+        res.update({('opt',i,j,k): (p,st[p][k]) for k in names for j,p in enumerate(ps) if k in st.get(p, {})})
     res.update({('slow',i): o for i,o in enumerate(zip(ps, slow))})
     return {k: (p,t) for k,(p,t) in res.items() if on_xla(t)}
 

@@ -143,6 +143,10 @@ class DevicePhases(XLACallback):
         "Which batch transforms of the training set run where, and why"
         return TfmPlacement(getattr(self.dls.train, 'after_batch', None), self.batch_tfms)
 
+    def note_weights(self):
+        "The weights have other values, from the device, than the last step has left"
+        self.renewal.note(self.learn)
+
     def takes(self, phase): return phase in ('fit','train','validate')
 
     def run_phase(self, phase, f, final, rest):

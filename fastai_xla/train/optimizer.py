@@ -88,7 +88,7 @@ def _zeros(ts):
     host = {(t.shape,t.dtype): torch.zeros(t.shape, dtype=t.dtype) for t in ts}
     return send([host[t.shape,t.dtype] for t in ts], ts[0].device) if ts else []
 
-def _lacking(work): return [(o,k) for o in work.todo for f,*_ in work.steppers for k in step_formula(f).makes if o.state.get(k) is None]
+def _lacking(work): return [(o,k) for f,*_ in work.steppers for k in step_formula(f).makes for o in work.todo if o.state.get(k) is None]
 
 def _new_state(opt, work):
     "Add to the states what the steppers need and isn't there"

@@ -6,12 +6,14 @@ Docs: https://fastai-xla.github.io/fastai_xla/train.state.html.md"""
 
 # %% auto #0
 __all__ = ['model_tensors', 'model_objects', 'learner_metrics', 'learner_objects', 'copy_apart', 'own_attrs', 'dump_states',
-           'with_grad', 'zero_grads', 'is_display', 'is_ours', 'is_plain', 'module_state']
+           'with_grad', 'zero_grads', 'opt_dict', 'load_opt_dict', 'is_display', 'is_ours', 'is_plain', 'module_state']
 
 # %% ../../nbs/390_train.state.ipynb #imports
 from copy import deepcopy
 import torch
+from fastai.basics import OptimWrapper
 from ..runtime.values import ref_dumps, refusal
+from ..runtime.transfer import tensors_of
 from ..patches.registry import Loan
 from ..patches.grads import has_grad
 from .move import learner_modules
@@ -89,6 +91,24 @@ def zero_grads(
 ):
     "Zeros as gradient for the tensors of these names, none for the others"
     for k,t in model_tensors(learn).items(): t.grad = torch.zeros_like(t) if k in names else None
+
+# %% ../../nbs/390_train.state.ipynb #opt-dict
+def opt_dict(
+    opt, # An optimizer of fastai, or `OptimWrapper`
+):
+    "Its `state_dict`, with the tensors that fastai keeps of the parameters of one of torch's"
+    own = [opt.state.get(p, {}) for pl in opt.param_lists for p in pl] if isinstance(opt, OptimWrapper) else []
+    return {**opt.state_dict(), 'own': own} if tensors_of(own) else opt.state_dict()
+
+def load_opt_dict(
+    opt, # An optimizer of fastai, or `OptimWrapper`
+    state:dict, # From `opt_dict`
+):
+    "Load what `opt_dict` has returned"
+    state = dict(state)
+    own = state.pop('own', ())
+    opt.load_state_dict(state)
+    for p,st in zip([p for pl in opt.param_lists for p in pl], own): opt.state[p].update(st)
 
 # %% ../../nbs/390_train.state.ipynb #kinds
 _displays = ('fastai.callback.progress','fastai.callback.wandb','fastai.callback.tensorboard','fastai.callback.neptune',

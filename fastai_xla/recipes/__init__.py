@@ -1,0 +1,4 @@
+"Recipes of timm's trainings, as callbacks and splitters of fastai."
+from .ema import *
+from .clip import *
+from .groups import *

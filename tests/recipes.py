@@ -1,0 +1,66 @@
+"What the tests of recipes share: small Learners, timm's averages, and comparisons. Nothing here touches a device."
+from fastai.vision.all import *
+from fastai.callback.tracker import SaveModelCallback
+from fastai_xla.all import *
+from timm.utils import ModelEmaV3
+
+for _nm in [o for o in dir() if o.startswith('test')]: del globals()[_nm] # fastcore's own would be collected as tests
+
+def vectors(n, seed=0):
+    x = torch.randn(n, 8, generator=torch.Generator().manual_seed(seed))
+    return list(zip(x, x[:,:3].argmax(1)))
+
+def mlp(): return nn.Sequential(nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+
+def learner(n=64, bs=8, model=mlp, **kwargs):
+    "Eight batches to train, and three to validate"
+    set_seed(3)
+    dls = DataLoaders(*[TfmdDL(vectors(k, s), bs=bs, num_workers=0) for k,s in ((n,0), (20,1))])
+    return Learner(dls, model(), loss_func=CrossEntropyLossFlat(), **{'metrics': accuracy, 'splitter': lambda m: L(m[:2], m[2:]).map(params), **kwargs})
+
+def fit(learn, n=2, cbs=None, **kwargs):
+    set_seed(7)
+    with learn.no_bar(),learn.no_logging(): learn.fit_one_cycle(n, 1e-2, cbs=cbs, **kwargs)
+    return learn
+
+def host(sd): return {k: v.detach().cpu().float() for k,v in sd.items() if 'tracked' not in k}
+def weights(m): return host(m.state_dict())
+def outcome(learn): return weights(learn.model),[list(o) for o in learn.recorder.values]
+
+def near(want, got, rtol=1e-4, atol=1e-5):
+    "Assert that weights and recorded values agree"
+    if not isinstance(want, tuple): want,got = (want,),(got,)
+    assert want[0].keys()==got[0].keys()
+    for k,v in want[0].items(): torch.testing.assert_close(got[0][k], v, rtol=rtol, atol=atol, msg=lambda m: f'{k}: {m}')
+    for a,b in zip(want[1:], got[1:]): torch.testing.assert_close(torch.tensor(b), torch.tensor(a), rtol=rtol, atol=atol)
+
+class TimmEMA(Callback):
+    "timm's averages, by the calls of its training script; validates with them"
+    def __init__(self, every=1, **kwargs): self.every,self.kwargs = every,kwargs
+    def before_fit(self): self.ema,self.n = ModelEmaV3(self.model, **self.kwargs),0
+    def after_step(self):
+        self.n += 1
+        if self.n%self.every==0: self.ema.update(self.model, step=self.n)
+    def before_validate(self): self.raw,self.learn.model = self.model,self.ema.module
+    def after_validate(self): self.learn.model = self.raw
+
+warm = dict(decay=.95, use_warmup=True, update_after_step=1)
+
+def timms(every=1, ema=warm, cbs=(), n=2, **kwargs):
+    "Averages and what was validated, by timm in plain fastai"
+    cb,learn = TimmEMA(every, **ema),learner(**kwargs)
+    fit(learn, n, [cb, *cbs])
+    return weights(cb.ema.module),outcome(learn)[1]
+
+def ends(learn):
+    "The outcome of a fit with averages, of which nothing else is left"
+    assert not any('ema' in st for *_,st,_ in learn.opt.all_params()) and not learn._grab_cbs(EMACallback)
+    return outcome(learn)
+
+class Dies(Callback):
+    "A kill from outside, at a batch of training or validation"
+    order,replayable = 2000,True
+    def __init__(self, at): self.at = at
+    def after_batch(self):
+        self.at -= 1
+        if not self.at: raise KeyboardInterrupt

@@ -1,0 +1,133 @@
+"Averages of the weights: timm's in plain fastai, on one core and on replicas; validated, saved, resumed, and no read or program more."
+import os
+import pytest
+from fastai_xla.virtual_cores import ReplicaError, run_replicas, use_virtual_cores
+use_virtual_cores(2)
+from synth import * # starts the device
+from recipes import *
+from fastai.callback.training import GradientAccumulation
+
+def to_tpu(learn): return learn.to_tpu()
+
+def ours(to=noop, every=1, ema=warm, cbs=(), n=2, **kwargs): return ends(fit(to(learner(**kwargs)), n, [EMACallback(every=every, **ema), *cbs]))
+
+torch_adamw = partial(OptimWrapper, opt=torch.optim.AdamW)
+cases = dict(warm=dict(), flat=dict(ema=dict(decay=.9)), every=dict(every=3),
+    torch=dict(opt_func=torch_adamw), lookahead=dict(opt_func=ranger), waits=dict(cbs=[GradientAccumulation(16)]))
+
+@pytest.mark.parametrize('case', cases)
+def test_as_timm(case):
+    want = timms(**cases[case])
+    for to in (to_tpu, noop): near(want, ours(to, **cases[case]))
+
+def test_buffers_as_they_are():
+    cb = TimmEMA(exclude_buffers=True, **warm)
+    fit(learner(), cbs=cb)
+    for to in (to_tpu, noop): near(weights(cb.ema.module), ours(to, ema=dict(warm, exclude_buffers=True))[0])
+
+def test_no_read_no_program_and_steps_are_run_again():
+    def trained(cbs, **kwargs):
+        stats,learn,before = XLAStats(),learner(n=160).to_tpu(fetch_every=1e9, **kwargs),xla_counts().reads
+        return fit(learn, 3, [*cbs, stats]),stats.steps,xla_counts().reads-before
+    plain,*_ = trained([])
+    again,steps,_ = trained([EMACallback(**warm)])
+    traced,traced_steps,reads = trained([EMACallback(**warm)], replay=False)
+    assert reads==trained([], replay=False)[2] # when the model takes the averages nothing goes through the host
+    assert {o.compiles for o in steps[1:]}=={0} and {(o.compiles,o.reads) for o in traced_steps[2:]}=={(0,0)}
+    assert again.replay.n_replayed==plain.replay.n_replayed>50
+    near(ends(traced), ends(again), 0, 0)
+
+def test_training_is_what_it_is_without():
+    def losses(cbs): return [float(o) for o in fit(learner().to_tpu(), cbs=cbs).recorder.losses]
+    assert losses(None)==losses(EMACallback(**warm))
+
+def test_saves_what_was_validated():
+    for to in (noop, to_tpu):
+        learn = fit(to(learner()), 3, [EMACallback(**warm), SaveModelCallback(fname='best')])
+        best = min(o[1] for o in learn.recorder.values)
+        for load in (noop, learn.load):
+            load('best')
+            assert abs(learn.validate()[0]-best)<1e-5
+
+def test_validates_with_the_weights_that_are_trained():
+    averages,raw = timms()[0],outcome(fit(learner()))[1]
+    for to in (noop, to_tpu): near((averages, raw), ours(to, ema=dict(warm, validate=False)))
+
+class Begins(Callback):
+    "The weights before the first step"
+    def before_train(self): self.weights = weights(self.model)
+
+def test_the_next_fit_begins_with_the_averages():
+    learn,seen = fit(learner().to_tpu(), cbs=EMACallback(**warm)),Begins()
+    start = weights(learn.model)
+    fit(learn, 1, [EMACallback(**warm), seen])
+    near(start, seen.weights, 0, 0)
+
+def test_an_error_and_lr_find_leave_nothing_behind():
+    class Fails(Callback):
+        def after_step(self):
+            if self.train_iter==5: raise KeyError('on purpose')
+    learn = learner().to_tpu()
+    with pytest.raises(KeyError): fit(learn, cbs=[EMACallback(**warm), Fails()])
+    ends(fit(learn, 1, EMACallback(**warm)))
+    with learn.no_bar(),learn.no_logging(),learn.added_cbs(EMACallback()): learn.lr_find(num_it=5, show_plot=False)
+    ends(learn)
+
+def test_an_epoch_without_training():
+    class LeaveOut(Callback):
+        def before_train(self):
+            if self.epoch==1: raise CancelTrainException
+    learn = fit(to_tpu(learner()), 2, [EMACallback(**warm), LeaveOut()])
+    assert learn.recorder.values[0][-2:]==learn.recorder.values[1][-2:]
+    assert not any('ema' in st for *_,st,_ in learn.opt.all_params())
+
+def trained(*cbs, to=to_tpu, fits=2, **kwargs):
+    "What comes out of fits of 11 batches an epoch, with those to validate"
+    learn = to(learner(cbs=cbs, **kwargs))
+    for _ in range(fits): fit(learn, cbs=EMACallback(**warm))
+    return ends(learn)
+
+@pytest.mark.parametrize('opt_func,deaths', [(Adam, ((21,3), (13,None))), (torch_adamw, [(15,3)])], ids=['Adam','AdamW'])
+def test_goes_on_to_the_last_bit(opt_func, deaths):
+    "Killed in validation, after an epoch, and in an epoch"
+    want = trained(opt_func=opt_func)
+    for at,every in deaths:
+        shutil.rmtree('run', ignore_errors=True)
+        with pytest.raises(KeyboardInterrupt): trained(TPUCheckpoint('run', every=every), Dies(at), opt_func=opt_func)
+        near(want, trained(resume_from('run', every=every), opt_func=opt_func), 0, 0)
+
+def test_a_fit_that_had_ended_goes_on():
+    def one(n): return fit(to_tpu(learner(cbs=resume_from('run'))), n, EMACallback(**warm))
+    start,seen = weights(one(1).model),Begins()
+    learn = to_tpu(learner(cbs=[resume_from('run'), seen]))
+    ends(fit(learn, 2, EMACallback(**warm)))
+    near(start, seen.weights, 0, 0)
+
+def test_a_checkpoint_of_another_optimizer():
+    with pytest.raises(KeyboardInterrupt): trained(TPUCheckpoint('run', every=3), Dies(5))
+    with pytest.raises(ValueError, match='is of another optimizer, with whose state the averages are'): trained(resume_from('run', strict=False), opt_func=SGD)
+
+def on_ranks(cbs=lambda r: [], **kwargs):
+    "The outcome of each replica; BatchNorm by the global batch, so that it is what one process does"
+    learns = [learner(bs=4) for _ in range(2)]
+    def f(r):
+        learn = learns[r].to_tpu_distributed(**{'sync_bn': True, **kwargs})
+        learn.add_cbs(cbs(r))
+        return ends(fit(learn, cbs=EMACallback(**warm)))
+    return run_replicas(f)
+
+def test_on_replicas():
+    want = timms()
+    for got in on_ranks(): near(want, got, 1e-3, 1e-4)
+    a,b = on_ranks(sync_bn='stats')
+    near(a, b, 0, 0) # each has its own batches, and after training the mean of all
+
+def test_in_shards():
+    "Saved whole; killed and gone on"
+    want = timms()
+    got = on_ranks(fsdp=True)
+    saved = on_ranks(lambda r: [SaveModelCallback(fname='best', every_epoch=1)], fsdp=True)
+    for o in (*got, *saved): near(want, o, 1e-3, 1e-4)
+    near(want[0], host(torch.load('models/best_1.pth')), 1e-3, 1e-4)
+    with pytest.raises(ReplicaError, match='KeyboardInterrupt'): on_ranks(lambda r: [TPUCheckpoint('run', every=3), Dies(9)], fsdp=True)
+    near(got[0], on_ranks(lambda r: [resume_from('run', every=3)], fsdp=True)[0], 0, 0)
