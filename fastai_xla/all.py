@@ -16,6 +16,7 @@ from .patches.ops import *
 from .patches.augment import *
 from .patches.mix import *
 from .patches.spmd import *
+from .patches.spawn import *
 from .patches.text import *
 from .patches.recurrent import *
 from .data.rng import *

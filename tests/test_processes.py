@@ -6,7 +6,7 @@ from fastai.callback.all import *
 from fastai_xla.all import *
 for o in [o for o in globals() if o.startswith('test')]: del globals()[o]  # fastai's, which pytest would collect
 from fastai_xla.launch import get_pool, LaunchError
-from fastai_xla.virtual_cores.replicas import _spawn_loans
+from torch_xla._internal import pjrt
 from fresh import run
 from test_distributed import learner, same_state, close, B
 
@@ -19,7 +19,7 @@ def shape():
     use_virtual_cores(N, processes=True)
     yield
     get_pool(N).close()
-    _spawn_loans.give_back()
+    for p in patches_in_force().filter(lambda p: p.owner is pjrt): p.undo()
     os.environ.clear()
     os.environ.update(env)
 

@@ -7,5 +7,6 @@ from .ops import *
 from .augment import *
 from .mix import *
 from .spmd import *
+from .spawn import *
 from .text import *
 from .recurrent import *

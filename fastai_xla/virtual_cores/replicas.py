@@ -14,6 +14,7 @@ import torch
 from ..runtime.device import device_kind, n_cores, n_processes, require_xla, runtime_started, torch_xla, xla_device, xm, xr
 from ..runtime.counts import begin_own_calls
 from ..patches.registry import Loans
+from ..patches.spawn import spawn_with
 from .barrier import ReplicaError
 from .collectives import lend_collectives, _lib, _Run
 from ..runtime.args import check_callable, check_int
@@ -162,7 +163,7 @@ def run_on_devices(
     return results,errors
 
 # %% ../../nbs/520_virtual_cores.replicas.ipynb #spawn
-_beginning,_spawn_loans = threading.Lock(),Loans()
+_beginning = threading.Lock()
 
 class _SpawnFn:
     "What `xmp.spawn` sends to its processes"
@@ -176,11 +177,6 @@ class _SpawnFn:
         _replica(fn, {}, errors)
         for e in errors.values(): raise e
 
-def _lend_spawn():
-    "Have `xmp.spawn` send a `_SpawnFn`, as long as this process lives"
-    from torch_xla._internal import pjrt
-    if not _spawn_loans: _spawn_loans.put(pjrt, '_SpawnFn', _SpawnFn)
-
 # %% ../../nbs/520_virtual_cores.replicas.ipynb #use-virtual-cores
 def _use_threads(n):
     "Give this process, and those that it starts, `n` devices, each for a thread"
@@ -189,7 +185,7 @@ def _use_threads(n):
     if device_kind()=='TPU': return
     if runtime_started(): return _check_started(n)
     os.environ.update(virtual_env(n))
-    if n>1: _lend_spawn()
+    if n>1: spawn_with(_SpawnFn)
 
 # %% ../../nbs/520_virtual_cores.replicas.ipynb #run-replicas
 def _first_error(

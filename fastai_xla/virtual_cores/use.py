@@ -14,10 +14,11 @@ from functools import partial
 import torch, torch.distributed as dist
 from ..runtime.device import device_kind, n_processes, require_xla, runtime_started, torch_xla, xla_device, xr
 from ..runtime.args import check_bool, check_int
+from ..patches.spawn import spawn_with
 from .barrier import _have_come, _Home
 from .collectives import _Run
 from .hosts import TorchrunPlace, _address_towards, _attempt
-from .replicas import _begin, _lend_spawn, _spawn_loans, _use_threads
+from .replicas import _begin, _SpawnFn, _use_threads
 from .processes import open_place, place_to_meet, process_env, take_part
 
 # %% ../../nbs/535_virtual_cores.use.ipynb #spawn
@@ -26,21 +27,16 @@ def _initialize(place, rank, n):
     take_part(rank, n, open_place(place))
     pjrt.initialize_multiprocess(rank, n)
 
-def _run_multiprocess(pjrt, stock, fn, *args, start_method='spawn', **kwargs):
+def _run_multiprocess(stock, fn, *args, start_method='spawn', **kwargs):
     "What `fn(*args, **kwargs)` returns, by rank, in a process for each core"
     n = n_processes()
     if peers := _Run.peers: raise RuntimeError(f'This process is rank {peers.rank} of {peers.n} already: call the function itself')
     if n==1 or runtime_started(): return stock(fn, *args, start_method=start_method, **kwargs)
+    from torch_xla._internal import pjrt
     run = partial(pjrt._run_thread_per_device, local_world_size=n, fn=partial(fn, *args, **kwargs),
         initializer_fn=partial(_initialize, place_to_meet()['FASTAI_XLA_PLACE']))
     with ProcessPoolExecutor(n, torch.multiprocessing.get_context(start_method)) as pool:
         return pjrt._merge_replica_results([o for res in pool.map(run, range(n)) for o in res.items()])
-
-def _lend_processes():
-    "Have `xmp.spawn` start a process for each core, as long as this process lives"
-    from torch_xla._internal import pjrt
-    _lend_spawn()
-    if len(_spawn_loans)==1: _spawn_loans.lend(pjrt, 'run_multiprocess', _run_multiprocess)
 
 # %% ../../nbs/535_virtual_cores.use.ipynb #torchrun
 def _leave(pid, keeps):
@@ -72,7 +68,7 @@ def join_torchrun():
     for k in ('RANK','WORLD_SIZE'): del os.environ[k]
     xla_device()
     _begin(at.n)
-    _lend_processes()
+    spawn_with(_SpawnFn, _run_multiprocess)
     atexit.register(_leave, os.getpid(), at.rank==0 and os.environ.get('TORCHELASTIC_USE_AGENT_STORE')!='True')
 
 # %% ../../nbs/535_virtual_cores.use.ipynb #use-virtual-cores
@@ -100,4 +96,4 @@ def use_virtual_cores(
         raise RuntimeError(f"The XLA runtime of this process has already started. Restart Python (in a notebook: the kernel) "
             f"and call use_virtual_cores({n}, processes=True) before anything uses the XLA device")
     os.environ.update(process_env(n))
-    _lend_processes()
+    spawn_with(_SpawnFn, _run_multiprocess)
