@@ -51,7 +51,7 @@ def _exchange(t, e): t.data,e.data = e.data,t.data
 
 class Averages(Callback):
     "Keeps an average for each parameter of the optimizer and each buffer of the model"
-    n,ema_buffers = None,() # Number of the step, on the device; averages of the model's buffers, in their order
+    n,ema_buffers,averaged = None,(),False # Number of the step, on the device; averages of the model's buffers, in their order; has the model the averages?
     def _params(self):
         "Parameters and their averages, which begin as what the parameter is now"
         res = [(p, st) for p,_,st,_ in self.opt.all_params() if p.is_floating_point()]
@@ -77,6 +77,13 @@ class Averages(Callback):
         if device.type!='xla': return
         for cb in self.learn._grab_cbs(TPUShardedTrainer): cb.place()
         StepTracer(device).beside(torch_xla.sync)
+
+    def _turn(self):
+        "Have the model use the averages instead of its weights, or the other way round"
+        self.ema_buffers = [e.to(b.device) for b,e in zip(self._buffers(), self.ema_buffers)] # FSDP's is on the host when the fit ends
+        for t,e in self._pairs(): _exchange(t, e)
+        self.averaged = not self.averaged
+        for cb in self.learn._grab_cbs(OnDevice): cb.note_weights()
 
 # %% ../../nbs/851_recipes.ema.ipynb #check
 def check_averages(
@@ -146,10 +153,3 @@ class EMACallback(Averages):
         if not self.averaged: self._turn()
         self.averaged = False
         self._forget()
-
-    def _turn(self):
-        "Have the model use the averages instead of its weights, or the other way round"
-        self.ema_buffers = [e.to(b.device) for b,e in zip(self._buffers(), self.ema_buffers)] # FSDP's is on the host when the fit ends
-        for t,e in self._pairs(): _exchange(t, e)
-        self.averaged = not self.averaged
-        for cb in self.learn._grab_cbs(OnDevice): cb.note_weights()
