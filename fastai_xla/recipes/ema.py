@@ -78,7 +78,7 @@ class Averages(Callback):
         for cb in self.learn._grab_cbs(TPUShardedTrainer): cb.place()
         StepTracer(device).beside(torch_xla.sync)
 
-    def _turn(self):
+    def _swap(self):
         "Have the model use the averages instead of its weights, or the other way round"
         self.ema_buffers = [e.to(b.device) for b,e in zip(self._buffers(), self.ema_buffers)] # FSDP's is on the host when the fit ends
         for t,e in self._pairs(): _exchange(t, e)
@@ -133,7 +133,7 @@ class EMACallback(Averages):
 
     def before_train(self):
         if self.n is None: self._make() # a fit that had ended goes on
-        if self.averaged: self._turn()
+        if self.averaged: self._swap()
 
     @torch.no_grad()
     def after_step(self):
@@ -144,12 +144,12 @@ class EMACallback(Averages):
 
     def after_train(self):
         if self.averaged or self.n is None: return # there was no training in this epoch
-        self._turn()
+        self._swap()
         for cb in self.learn._grab_cbs(TPUDistributedTrainer): sync_running_stats(self.model, cb.sync_bn)
-        if not self.validate: self._turn()
+        if not self.validate: self._swap()
 
     def after_fit(self):
         if self.n is None: return
-        if not self.averaged: self._turn()
+        if not self.averaged: self._swap()
         self.averaged = False
         self._forget()
