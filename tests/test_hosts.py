@@ -4,7 +4,7 @@ A host here is an agent of torchrun with a working directory, a home, temporary 
 `make test-processes` runs four processes on each, `make test` two."""
 import os, socket, sys, time
 import psutil, pytest, torch
-from forks import Forked
+from forks import address, Forked
 from fresh import repo
 from shape import processes
 from test_distributed import close, learner
@@ -16,6 +16,9 @@ def free_port():
     with socket.socket() as s:
         s.bind(('127.0.0.1', 0))
         return s.getsockname()[1]
+
+def is_open(port):
+    with socket.socket() as s: return s.connect_ex(('127.0.0.1', port))==0
 
 def until(f, told, seconds=120):
     "Return when `f()` is true; `told()` says what was seen instead"
@@ -30,7 +33,7 @@ class Host:
         self.home = folder/f'host{i}'
         for o in ('work','tmp'): (self.home/o).mkdir(parents=True, exist_ok=True)
         self.args,self.options = (i, port, folder, script, *args),dict(options, by=by) # `by`: what runs the script
-        env = dict(os.environ, HOME=self.home, TMPDIR=self.home/'tmp', XDG_CACHE_HOME=self.home/'cache', TORCH_HOME=self.home/'torch', FASTAI_HOME=self.home/'fastai',
+        env = dict(os.environ, FORKS=address(), HOME=self.home, TMPDIR=self.home/'tmp', XDG_CACHE_HOME=self.home/'cache', TORCH_HOME=self.home/'torch', FASTAI_HOME=self.home/'fastai',
             PYTHONPATH=os.pathsep.join([str(tests), os.environ.get('PYTHONPATH', str(repo))]))
         options = [f'--{k.replace("_","-")}={v}' for k,v in dict(nnodes=2, nproc_per_node=per_host, rdzv_backend='c10d', rdzv_id='run', rdzv_endpoint=f'127.0.0.1:{port}', **options).items()]
         self.out = open(self.home/'out', 'w+')
@@ -59,7 +62,9 @@ class Hosts:
     def start(self, script, *args, **options):
         port,file = free_port(),self.shared/'train.py'
         file.write_text(script)
-        return [Host(i, port, self.folder, file, self.shared, *args, **options) for i in range(2)]
+        first = Host(0, port, self.folder, file, self.shared, *args, **options)
+        until(lambda: is_open(port), first.text) # else the other one may take the port, and the store where agents meet dies with it
+        return first,Host(1, port, self.folder, file, self.shared, *args, **options)
 
     def again(self, host): return Host(*host.args, **host.options)
     def run(self, *args, **options): return [o.end() for o in self.start(*args, **options)]
@@ -91,9 +96,9 @@ from test_distributed import learner
 shared = Path(sys.argv[1])
 
 def train(run, cbs=None):
-    "Four epochs' worth of steps, with checkpoints; what they end in"
+    "Two epochs, with checkpoints; what they end in"
     learn = learner(bs=2, cbs=cbs).to_tpu_distributed()
-    with learn.no_bar(), learn.no_logging(): learn.fit_one_cycle(2, .02, cbs=resume_from(shared/run, every=4))
+    with learn.no_bar(), learn.no_logging(): learn.fit_one_cycle(2, .02, cbs=resume_from(shared/run, every=2))
     if is_main(): torch.save(([*map(float, learn.recorder.losses)], learn.recorder.values, [p.detach().cpu() for p in learn.model.parameters()]), shared/f'{run}.pt')
 '''
 
@@ -125,7 +130,7 @@ class Dies(Callback):
     "The last rank, at first; and when torchrun has started all anew, its host"
     def after_batch(self):
         i = int(os.environ['TORCHELASTIC_RESTART_COUNT'])
-        if not self.training or rank()<world_size()-1 or i>1 or self.train_iter!=(5,16)[i]: return
+        if not self.training or rank()<world_size()-1 or i>1 or self.train_iter!=(3,self.n_iter+3)[i]: return
         if i==0: os._exit(3)
         (shared/'now').touch()
         time.sleep(1000)
@@ -168,7 +173,7 @@ def same_end(a, b):
 def test_a_rank_dies_and_then_a_host(two, monkeypatch):
     "torchrun starts all anew in the same store; the other host soon ends what it runs, with the name of the dead one; when that is back all goes on to what would have been"
     monkeypatch.setenv('TORCH_DISABLE_SHARE_RDZV_TCP_STORE', '1') # or torch's agent does not let a new one in: 2.8 and 2.9 keep the address of the first round
-    a,b = two.start(dying, 'dies', max_restarts=1, rdzv_conf='keep_alive_interval=1,keep_alive_max_attempt=2')
+    a,b = two.start(dying, 'dies', max_restarts=1, rdzv_conf='keep_alive_interval=1,keep_alive_max_attempt=5')
     until((two.shared/'now').exists, a.text)
     b.die()
     start = time.monotonic()
