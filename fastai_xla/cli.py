@@ -98,7 +98,7 @@ def _launch(args):
     from fastai_xla.virtual_cores import TorchrunPlace, use_virtual_cores
     at = TorchrunPlace.here()
     try: use_virtual_cores(a.cores, processes=True) if at else tpu_launch(_run_script, a.script, a.args, n_cores=a.cores)
-    except (LaunchError,ValueError) as e: sys.exit(f'{type(e).__name__}: {e}')
+    except (LaunchError,ValueError) as e: sys.exit(f"{'LaunchError' if isinstance(e, LaunchError) else 'ValueError'}: {e}")
     return at and _run_script(at.rank, a.script, a.args)
 
 # %% ../nbs/990_cli.ipynb #bench
