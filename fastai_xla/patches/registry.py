@@ -67,7 +67,7 @@ def replaces(
         stock = getattr(owner, name, None)
         def new(*args, **kwargs): return f(new.patch.stock, *args, **kwargs)
         if op := _find_builtin(stock): _register_builtin(new, op)
-        update_wrapper(new, stock or f).maker = maker
+        update_wrapper(new, f if stock is None or isinstance(stock, type) else stock).maker = maker
         new.patch = Patch(owner, name, new, why, versions)
         if apply: new.patch.apply()
         _patches.append(new.patch)
