@@ -99,7 +99,7 @@ def _launch(args):
     at = TorchrunPlace.here()
     try: use_virtual_cores(a.cores, processes=True) if at else tpu_launch(_run_script, a.script, a.args, n_cores=a.cores)
     except (LaunchError,ValueError) as e: sys.exit(f"{'LaunchError' if isinstance(e, LaunchError) else 'ValueError'}: {e}")
-    return at and _run_script(at.rank, a.script, a.args)
+    if at: _run_script(at.rank, a.script, a.args)
 
 # %% ../nbs/990_cli.ipynb #bench
 def _made_learner(spec, parser):

@@ -1,5 +1,5 @@
 "Run Python in a process of its own, where what it imports and starts cannot disturb other tests."
-import os, subprocess, sys, sysconfig
+import os, socket, subprocess, sys, sysconfig
 from pathlib import Path
 from textwrap import dedent
 
@@ -7,6 +7,12 @@ from forks import Forked
 
 repo = Path(__file__).parent.parent
 late = {'XLA_FLAGS','CPU_NUM_DEVICES','CPU_NUM_PROCESSES','PJRT_DEVICE','MASTER_PORT','MPLBACKEND','PYTHONPATH'} # what a fork can still be given
+
+def free_port():
+    "A port that nobody listens at now"
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0))
+        return s.getsockname()[1]
 
 def run(*args, timeout=900, cwd=None, cold=None, **env):
     """Run `python *args` with `env` added to the environment (None removes a variable); returns the CompletedProcess, output as text.

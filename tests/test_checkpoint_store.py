@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest, torch
 sys.path.insert(0, str(Path(__file__).parent.parent/'benchmarks'))
 import checkpoints as bench
+from fresh import free_port
 from fastai.basics import Callback
 from fastai.callback.tracker import TerminateOnNaNCallback
 from fastai_xla.all import *
@@ -89,11 +90,6 @@ def killed_and_resumed(path, every=2):
 
 @pytest.mark.parametrize('kind', ['memory','file'])
 def test_file_systems(kind, tmp_path): killed_and_resumed({'memory': 'memory://bucket/run', 'file': f'file://{tmp_path}/run'}[kind])
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))
-        return s.getsockname()[1]
 
 @pytest.fixture
 def s3(monkeypatch):

@@ -5,17 +5,12 @@ A host here is an agent of torchrun with a working directory, a home, temporary 
 import os, socket, sys, time
 import psutil, pytest, torch
 from forks import address, Forked
-from fresh import repo
+from fresh import free_port, repo
 from shape import processes
 from test_distributed import close, learner
 
 tests = repo/'tests'
 per_host = 4 if processes else 2
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))
-        return s.getsockname()[1]
 
 def is_open(port):
     with socket.socket() as s: return s.connect_ex(('127.0.0.1', port))==0

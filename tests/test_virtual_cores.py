@@ -1,17 +1,12 @@
 """Collectives between replicas on virtual cores. The cases of a group run in one fresh process: `python test_virtual_cores.py <group>`."""
-import os, socket, sys, threading, time, traceback
+import os, sys, threading, time, traceback
 from functools import lru_cache, partial
 
 import pytest
 from cases import Groups
-from fresh import repo, run
+from fresh import free_port, repo, run
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(('localhost', 0))
-        return str(s.getsockname()[1])
-
-groups = Groups(__file__, lambda: dict(PJRT_DEVICE='CPU', MASTER_PORT=free_port(), CPU_NUM_DEVICES=None))
+groups = Groups(__file__, lambda: dict(PJRT_DEVICE='CPU', MASTER_PORT=str(free_port()), CPU_NUM_DEVICES=None))
 case = groups.case
 
 # In the processes

@@ -77,7 +77,7 @@ def in_graphs(
     ts, # XLA tensors
 ):
     "Is one of `ts` in a graph since it was computed?"
-    return ',' in ''.join(map(_lib()._unique_id_for_ir_and_data, ts))
+    return ',' in ''.join(map(node_id, ts))
 
 def _data_ids(t):
     "The numbers of the data of `t`, which aliases share: until now, and, where to ask for it gives it another, from now on"

@@ -8,7 +8,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/virtual_cores.barrier.html.md"""
 __all__ = ['ReplicaError']
 
 # %% ../../nbs/500_virtual_cores.barrier.ipynb #imports
-import ast, json, os, socket, threading, time
+import ast, json, os, socket, threading, time, traceback
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 import torch.distributed as dist
@@ -31,6 +31,13 @@ def _by_step(
     return '; '.join(f"replica{'s' if len(rs)>1 else ''} {', '.join(rs)}: {step}" for step,rs in ranks.items())
 
 # %% ../../nbs/500_virtual_cores.barrier.ipynb #barrier
+def _why_left(
+    e=None, # What it has raised, if anything
+    done='has returned', # What it did otherwise
+):
+    "Why a replica that leaves will not come any more"
+    return f'raised {traceback.format_exception_only(e)[0].strip()}' if e else f'{done}: it issued fewer collectives or had fewer batches'
+
 class _Barrier:
     "Where `n` replicas wait for each other on the host"
     def __init__(self, n): self.n,self.cv,self.open,self.left = n,threading.Condition(),{},{}

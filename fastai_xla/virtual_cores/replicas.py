@@ -15,7 +15,7 @@ from ..runtime.device import device_kind, n_cores, n_processes, require_xla, run
 from ..runtime.counts import begin_own_calls
 from ..patches.registry import Loans
 from ..patches.spawn import spawn_with
-from .barrier import ReplicaError
+from .barrier import ReplicaError, _why_left
 from .collectives import lend_collectives, _lib, _Run
 from ..runtime.args import check_callable, check_int
 
@@ -108,9 +108,9 @@ def _replica(fn, results, errors):
     try:
         res = fn()
         torch_xla.sync()
-        results[rank],why = res,'has returned: it issued fewer collectives or had fewer batches'
+        results[rank],why = res,_why_left()
     except BaseException as e:
-        errors[rank],why = e,f'raised {traceback.format_exception_only(type(e), e)[0].strip()}'
+        errors[rank],why = e,_why_left(e)
         _drop_locals(e)
     run.barrier.leave(rank, why)
 

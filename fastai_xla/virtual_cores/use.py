@@ -8,14 +8,14 @@ Docs: https://fastai-xla.github.io/fastai_xla/virtual_cores.use.html.md"""
 __all__ = ['join_torchrun', 'use_virtual_cores']
 
 # %% ../../nbs/535_virtual_cores.use.ipynb #imports
-import atexit, os, sys, traceback
+import atexit, os, sys
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 import torch, torch.distributed as dist
 from ..runtime.device import device_kind, n_processes, require_xla, runtime_started, torch_xla, xla_device, xr
 from ..runtime.args import check_bool, check_int
 from ..patches.spawn import spawn_with
-from .barrier import _have_come, _Home
+from .barrier import _have_come, _Home, _why_left
 from .collectives import _Run
 from .hosts import TorchrunPlace, _address_towards, _attempt
 from .replicas import _begin, _SpawnFn, _use_threads
@@ -43,7 +43,7 @@ def _leave(pid, keeps):
     "Tell the peers that this process ends, and how"
     if os.getpid()!=pid: return
     peers,barrier,e = _Run.peers,_Run.now.barrier,getattr(sys, 'last_value', None)
-    barrier.leave(peers.rank, f'raised {traceback.format_exception_only(e)[0].strip()}' if e else 'has ended: it issued fewer collectives or had fewer batches')
+    barrier.leave(peers.rank, _why_left(e, 'has ended'))
     if keeps: _have_come(barrier.store, [f'left/{r}' for r in range(peers.n)], 5 if e else 60)
 
 def _check_torchrun(at):
