@@ -7,7 +7,7 @@
     python benchmarks/bench.py --works 'mlp resnet18 vit_tiny' --who 'hand fastai_xla' --tpu v5e-1  # beside what the chip would need
 
 Each contender trains in a process of its own, in turn with the others; a number is the median over the steps of all rounds. Host time
-is the CPU time of the training thread from the end of a step to the end of the next, which another busy process doesn't change as it
+is the CPU time of the training thread from the end of a step to the end of the next, without that of counting, which another busy process doesn't change as it
 does wall time. All train the same model on the same batches with AdamW on a one-cycle schedule; fastai's and fastai_xla's have a progress
 bar, a recorder and a metric. On 8 virtual cores each replica has an eighth of the batch, and its numbers are those of one core; the process
 has one program for all cores when the parameters are sharded. With `--tpu` the TPU's compiler estimates how long a described chip takes for
@@ -17,7 +17,8 @@ Lightning knows no XLA device but a TPU, so three of its methods are replaced to
 import os
 os.environ.setdefault('PJRT_DEVICE', 'CPU')
 os.environ.setdefault('OMP_NUM_THREADS', '1')
-import json, platform, statistics, subprocess, sys, tempfile, warnings
+import json, platform, statistics, subprocess, sys, tempfile, time, warnings
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -52,15 +53,16 @@ def data(work, n):
     return torch.utils.data.TensorDataset(torch.randn(n*BS, *shape, generator=g), torch.randint(0, 10, (n*BS,), generator=g))
 
 class Ticks:
-    "What has been counted at the end of each step"
-    def __init__(self): self.rows = []
+    "What has been counted at the end of each step, and what it is when the next begins, as counting takes time too"
+    def __init__(self): self.rows,self.begun = [],[]
     def __call__(self):
         from fastai_xla.runtime.counts import xla_counts # which replaces nothing
         self.rows.append(xla_counts())
+        self.begun.append(replace(self.rows[-1], wall=time.perf_counter(), host=time.thread_time()))
     def result(self, cores=1):
         "Times of each step after the first, and the means of the counts; of one of `cores` that share a process"
         from fastai_xla.monitor.stats import usual_step
-        steps,first = [b-a for a,b in zip(self.rows, self.rows[1:])],self.rows[WARM]
+        steps,first = [b-a for a,b in zip(self.begun, self.rows[1:])],self.rows[WARM]
         counts = {k: usual_step(steps, WARM)[k]/cores for k in COUNTS}
         return dict({k: [1e3*getattr(o, k) for o in steps[WARM:]] for k in ('wall','host')}, **counts, first_compiles=first.compiles, first_seconds=first.compile_seconds)
 

@@ -449,9 +449,10 @@ def test_sharded():
 from fastai.vision.all import *
 from fastai_xla.all import *
 class Keep(Callback):
-    replayable = True
+    replayable,copies = True,()
     def before_batch(self):
         if self.training and self.train_iter==16: self.old = self.model[0].weight.detach()
+        if self.training and self.n_epoch==1 and self.train_iter>6: self.copies = [*self.copies, self.model[0].weight.clone()]
 def learner(cbs):
     set_seed(3)
     x = torch.randn(100, 8, generator=torch.Generator().manual_seed(0))
@@ -475,9 +476,9 @@ for replay in (False, True):
     print(learn.replay.n_replayed)
     spec,w = [torch_xla._XLAC._get_xla_sharding_spec(p) for p in learn.model.parameters()],w.tolist()
     learn.detach_tpu_sharded()
-    res.append(([float(o) for o in learn.recorder.losses], w, [p.tolist() for p in learn.model.state_dict().values()], spec))
+    res.append(([float(o) for o in learn.recorder.losses], w, [o.tolist() for o in keep.copies], [p.tolist() for p in learn.model.state_dict().values()], spec))
 for a,b in zip(*res): assert a==b, f'{a} != {b}'
-assert any('devices=' in o for o in res[1][3])
+assert any('devices=' in o for o in res[1][4])
 """, CPU_NUM_DEVICES='2')
     eq([int(o) for o in out.split()], [0,25])
 

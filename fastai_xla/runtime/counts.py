@@ -6,7 +6,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/runtime.counts.html.md"""
 
 # %% auto #0
 __all__ = ['XLACounts', 'fallbacks', 'xla_counts', 'n_reads', 'begin_own_calls', 'count_call', 'n_device_calls', 'n_compiles',
-           'compile_seconds', 'run_seconds', 'will_read', 'on_read', 'own_reads', 'reads_are_own']
+           'compile_seconds', 'run_seconds', 'will_read', 'on_read', 'own_reads', 'reads_are_own', 'n_ops']
 
 # %% ../../nbs/020_runtime.counts.ipynb #imports
 import threading, time
@@ -115,3 +115,11 @@ def own_reads():
 def reads_are_own():
     "Are reads of this thread the package's own?"
     return getattr(_here, 'own', False)
+
+# %% ../../nbs/020_runtime.counts.ipynb #ops
+_same_memory = {'xla::alias','xla::alias_copy','xla::detach_copy'}
+
+def n_ops():
+    "Number of operations that were asked of the device since this process started, without those that give memory another name"
+    names,value = torch_xla._XLAC._xla_counter_names(),torch_xla._XLAC._xla_counter_value
+    return sum(value(n) for n in names if n.startswith('xla::') and n not in _same_memory)

@@ -16,7 +16,7 @@ from itertools import repeat
 from typing import NamedTuple
 import torch
 from ..runtime.device import torch_xla, xr
-from ..runtime.counts import own_reads
+from ..runtime.counts import n_ops, own_reads
 from ..runtime.transfer import map_tensors, on_xla, tensors_of
 
 # %% ../../nbs/440_train.capture.ipynb #pending
@@ -77,7 +77,7 @@ def in_graphs(
     ts, # XLA tensors
 ):
     "Is one of `ts` in a graph since it was computed?"
-    return ',' in ''.join(map(node_id, ts))
+    return ',' in ''.join(map(_lib()._unique_id_for_ir_and_data, ts))
 
 def _data_ids(t):
     "The numbers of the data of `t`, which aliases share: until now, and, where to ask for it gives it another, from now on"
@@ -118,7 +118,7 @@ class StepTracer:
     def __init__(self,
         device, # XLA device
     ):
-        self.device = str(device)
+        self.device,self.n_ops = str(device),None
         self.real = [] if xr.is_spmd() else _lib()._xla_real_devices([self.device])
 
     def wait(self): _lib()._xla_wait_device_ops(self.real)
@@ -189,8 +189,9 @@ class StepCapture(StepTracer):
 
     def rest(self, sync, state=()):
         "Run by `sync` what others have left, copies of `state` too, if there is any; the random numbers of the next step stay what they are"
-        if not n_pending(self.device) and not in_graphs(state): return
-        self.beside(sync)
+        old,self.n_ops = self.n_ops,n_ops()
+        if old==self.n_ops and xr.is_spmd(): return # where results are in a graph as they come
+        if (old!=self.n_ops and n_pending(self.device)) or in_graphs(state): self.beside(sync)
 
     def run(self, program, state, given, numbers):
         "Run `program` again with what these are now; returns its other results"

@@ -35,7 +35,8 @@ class HostQueue:
         *b, # Nested device tensors, and whatever goes with them
     ):
         self.waiting.append((meter, b))
-        self.nbytes += sum(o.numel()*o.element_size() for o in b if isinstance(o, torch.Tensor))
+        with torch._C.DisableTorchFunctionSubclass(): # fastai's types ask theirs of each attribute
+            self.nbytes += sum(o.nbytes for o in b if isinstance(o, torch.Tensor))
 
     def flush(self):
         "Fetch all that waits in one transfer, and hand it over in order"
