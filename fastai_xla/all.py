@@ -1,4 +1,5 @@
 from .runtime.device import *
+from .runtime.hosts import *
 from .runtime.ranks import *
 from .runtime.counts import *
 from .runtime.transfer import *
