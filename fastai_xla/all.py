@@ -72,8 +72,10 @@ from .distributed.fsdp_trainer import *
 from .distributed.home import *
 from .distributed.events import *
 from .distributed.learner import *
+from .sharding.hosts import *
 from .sharding.rules import *
 from .sharding.place import *
+from .sharding.loader import *
 from .sharding.trainer import *
 from .storage.files import *
 from .storage.lease import *
