@@ -74,7 +74,9 @@ class HostShare:
             start,end = (min(o, m) for o in span(bs if pad else m))
             self.starts.append(start)
             parts.append(np.arange(start, end) + i*bs if end>start else np.array([i*bs]))
-        self.idxs,self.most = np.concatenate(parts or [np.arange(0)]),max(map(len, parts), default=1)
+        self.most = max(map(len, parts), default=1)
+        parts[:-1] = [np.append(o, o[:1].repeat(self.most-len(o))) for o in parts[:-1]] # as loaders deal samples out
+        self.idxs = np.concatenate(parts or [np.arange(0)])
 
 # %% ../../nbs/690_sharding.hosts.ipynb #pieces
 def host_pieces(
@@ -91,7 +93,7 @@ def host_pieces(
         at = dict(zip(sizes, map(int, np.unravel_index(place, tuple(sizes.values())))))
         if any(v for k,v in at.items() if not any(k in o for o in spec)): continue # a copy
         tiles = [(math.prod(sizes[a] for a in o), int(np.ravel_multi_index([at[a] for a in o], [sizes[a] for a in o])) if o else 0) for o in spec]
-        piece = tuple((min(i*-(-s//k), s), min((i+1)*-(-s//k), s)) for s,(k,i) in zip(shape, tiles))
+        piece = tuple((min(i*c, s), min((i+1)*c, s)) for s,c,i in ((s, -(-s//k), i) for s,(k,i) in zip(shape, tiles)))
         if all(b>a for a,b in piece): res.append(piece)
     return res
 
@@ -102,8 +104,9 @@ def check_alike(
     "Raise unless all hosts say the same"
     for k,v in said[0].items():
         for h,o in enumerate(said):
-            if o[k]!=v: raise ValueError(f"The hosts of this slice differ in {k}: {v} on host 0, {o[k]} on host {h}. Start the same script with the same arguments "
-                "and the same data on every host, and call `set_seed(42)` before the DataLoaders and the model are made.")
+            if o[k]==v: continue
+            raise ValueError(f"The hosts of this slice differ in {k}: {str(v)[:200]} on host 0, {str(o[k])[:200]} on host {h}. Start the same script with the "
+                "same arguments and the same data on every host, and call `set_seed(42)` before the DataLoaders and the model are made.")
 
 # %% ../../nbs/690_sharding.hosts.ipynb #pretend
 _pretended = None
