@@ -80,6 +80,7 @@ from .sharding.trainer import *
 from .storage.files import *
 from .storage.lease import *
 from .storage.pieces import *
+from .storage.parts import *
 from .checkpoint.types import *
 from .checkpoint.codec import *
 from .checkpoint.store import *

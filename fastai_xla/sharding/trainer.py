@@ -143,8 +143,9 @@ def _join_hosts(learn, mesh, rules):
 def _said(learn, mesh, rules):
     "What a host says of the training that it is about to join"
     loaders,state = getattr(learn.dls, 'loaders', []),get_model(learn.model).state_dict()
+    shapes = {k: tuple(t.shape) for k,t in state.items()}
     return {'mesh': str(mesh), 'rules': str(rules), 'batch sizes': [getattr(o, 'bs', None) for o in loaders],
-        'samples': [getattr(o, 'n', None) for o in loaders], 'parameters': {k: tuple(t.shape) for k,t in state.items()}, 'seed': base_seed(), 'weights': _values(state)}
+        'samples': [getattr(o, 'n', None) for o in loaders], 'parameters': shapes, 'seed': base_seed(), 'weights': _values(state)}
 
 def _write_apart(learn, cb):
     "Give the Learner of a host that is not the first a folder of its own"
