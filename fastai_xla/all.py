@@ -95,6 +95,7 @@ from .recipes.ema import *
 from .recipes.clip import *
 from .recipes.groups import *
 from .monitor.stats import *
+from .monitor.slices import *
 from .monitor.plan import *
 from .monitor.scopes import *
 from .monitor.hlo import *

@@ -21,7 +21,8 @@ from ..virtual_cores.replicas import run_replicas
 from ..launch.carry import loads
 from ..sharding.trainer import TPUShardedTrainer
 from .hlo import read_program, shape_text, stock_collectives
-from .libtpu import CompiledPrograms, tpu_slice
+from .slices import tpu_slice
+from .libtpu import CompiledPrograms
 
 # %% ../../nbs/920_monitor.trace.ipynb #job
 compile_phases = 'train','valid'
