@@ -52,7 +52,7 @@ def held_bytes(
     n,n_state = _nbytes(ps),_nbytes(t for st in states for t in st.values() if hasattr(t, 'numel'))
     table = next((cb.table for cb in learn._grab_cbs(TPUShardedTrainer)), None)
     part = table.device_nbytes/table.nbytes if table else 1
-    return dict(params=int(n*part), opt_state=int(n_state*part))
+    return dict(params=round(n*part), opt_state=round(n_state*part))
 
 class StepNoter(Callback):
     "Notes which programs were there before the step's"
