@@ -216,6 +216,8 @@ def smallest_slices(
     **kwargs, # As for `plan_training`
 ):
     "Of each kind of TPU the smallest slice of those known that a training of `model` fits on, with `fsdp` over all cores, as a table"
+    check_type('model', model, nn.Module, 'an `nn.Module`')
+    check_int('batch', batch, at_least=1)
     model,plans,rows = _on_meta(model),{},[]
     for s in sorted(map(tpu_slice, slice_names()), key=lambda s: (s.kind, s.n)):
         if s.n>batch or rows and rows[-1][0]==s.kind: continue
