@@ -123,7 +123,7 @@ SEAMS = '''start_iter DeviceDL Shipment EventTeller lengthen_lr_find run_along r
     StoreReader copy_state note_made made_as fingerprint check_differences note_config CheckpointOptions settings_of progress_file plan_goal load_weights ema_weight
     StateRestorer FitResumer hlo_message compile_options ProgramReport tpu_advice trace_phase StepReports TPUReport scope_of step_times meter_row meter_line
     speed_text MeterSums MeterRates ProfiledSteps plot_steps time_fit gloo_device device_span host_span HostShare host_pieces HostDraws assemble
-    part_of collect_parts write_by_hosts write_pieces write_state write_progress'''.split()
+    part_of collect_parts write_by_hosts write_pieces write_state write_progress MeshTrainer'''.split()
 
 def options(f):
     "The parameters of `f` that say they are numbers, words or switches"

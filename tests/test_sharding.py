@@ -295,19 +295,14 @@ def on_two_hosts(f, mk=tiny, tol=2e-5, **kwargs):
 
 @case('methods')
 def two_hosts_are_as_one():
-    "in losses, weights, metrics of all kinds, predictions; the last batches are smaller, one has fewer samples than there are cores"
+    "in losses, weights, metrics of all kinds, predictions, lr_find; the last batches are smaller, one has fewer samples than there are cores"
     l = lib()
-    for n,kwargs in ((37, dict(replica=2, fsdp=4)), (34, dict(fsdp=2, model=4, rules=[('0.0.weight', (('model','fsdp'),None))]))):
-        mk = partial(tiny, n=n, metrics=[l.accuracy, l.F1Score(average='macro')])
-        l,plain,learn = on_two_hosts(lambda o: o.fit_one_cycle(1, 1e-2, cbs=l.MixUp(.4)), mk, **kwargs)
+    mk = partial(tiny, n=21, metrics=[l.accuracy, l.F1Score(average='macro')])
+    l,plain,learn = on_two_hosts(lambda o: o.fit(2, 1e-2), mk, replica=2, fsdp=4)
     near(l, *[quiet(l, o, partial(o.get_preds, with_input=True, with_loss=True)) for o in (plain, learn)])
-
-@case('methods')
-def two_hosts_find_a_rate():
-    l = lib()
-    with l.pretend_hosts(blocks_of_two): learn,plain = tiny(l).to_tpu_sharded(fsdp=8),tiny(l)
     for o in (plain, learn): quiet(l, o, o.lr_find, num_it=5, show_plot=False)
     near(l, list(plain.recorder.losses), list(learn.recorder.losses))
+    on_two_hosts(lambda o: o.fit(1, 1e-2), partial(tiny, n=16, n_valid=16), fsdp=2, model=4, rules=[('0.0.weight', (('model','fsdp'),None))])
 
 @case('methods')
 def two_hosts_shuffle_and_augment():
@@ -316,7 +311,7 @@ def two_hosts_shuffle_and_augment():
         l.set_seed(1)
         learn.dls = l.image_dls(batch_tfms=[*l.aug_transforms(), l.Normalize.from_stats(*l.imagenet_stats)])
         return learn
-    on_two_hosts(lambda o: o.fit(1, 1e-2), mk, fsdp=1, tol=2e-4)
+    on_two_hosts(lambda o: o.fit(1, 1e-2, cbs=lib().MixUp(.4)), mk, fsdp=1, tol=2e-4)
 
 @case('methods')
 def two_hosts_send_each_sample_once():
@@ -346,14 +341,12 @@ def what_is_spread_over_hosts_is_read_by_a_program_that_is_kept():
     from fastai_xla.runtime.hosts import gathered
     l = lib()
     with l.pretend_hosts(blocks_of_two): learn = tiny(l).to_tpu_sharded(fsdp=8)
-    quiet(l, learn, learn.fit, 1, 1e-2)
     ws,want = [learn.model[0][0].weight.detach()],learn.model[0][0].weight.cpu()
     gathered(ws)
     before = l.xla_counts()
     assert l.torch.equal(gathered(ws)[0], want)
     assert (l.xla_counts()-before).compiles==0
-    quiet(l, learn, learn.fit, 1, 1e-2) # and the step is the same
-    is_spread(l, learn)
+    assert pieces(l, ws[0])==[(8,16)]*8
 
 @case('methods')
 def two_hosts_write_a_checkpoint_by_parts():
@@ -362,7 +355,7 @@ def two_hosts_write_a_checkpoint_by_parts():
     from fastai_xla.checkpoint.sharded import copy_state, learner_state, write_state
     from fastai_xla.storage.parts import collect_parts, part_of
     l = lib()
-    for kwargs in (dict(fsdp=8), dict(replica=2, fsdp=4), dict(fsdp=2, model=4, rules=[('0.0.weight', (('model','fsdp'),None))])):
+    for kwargs in (dict(replica=2, fsdp=4), dict(fsdp=2, model=4, rules=[('0.0.weight', (('model','fsdp'),None))]), dict(fsdp=8)):
         with l.pretend_hosts(blocks_of_two): learn = tiny(l).to_tpu_sharded(**kwargs)
         mesh,w = learn.tpu_sharded_trainer.mesh,learn.model[0][0].weight
         spec,(places,) = learn.sharding.specs['0.0.weight'],l.X._get_local_shard_replica_and_indices([w.detach()])
@@ -602,7 +595,7 @@ def meshes(n):
     yield dict(replica=2, fsdp=n//8, model=4)
     yield dict(replica=1, fsdp=2, model=n//2)
 
-@pytest.mark.parametrize('n_hosts', [2, 3, 4, 8, 16, 32, 64])
+@pytest.mark.parametrize('n_hosts', [2, 3, 4, 8, 32, 64])
 def test_hosts_share_samples_and_pieces(n_hosts):
     "Whatever the mesh, hosts have together what one process has, in its order and once each, unless their cores have the same samples"
     import numpy as np
@@ -611,7 +604,7 @@ def test_hosts_share_samples_and_pieces(n_hosts):
     for sizes in meshes(n):
         n_data = sizes['replica']*sizes['fsdp']
         if np.prod(list(sizes.values()))!=n: continue
-        for bs,n_samples in ((2*n, 5*n+3), (n, 2*n+1), (n+4, 3*n), (n, n-1)):
+        for bs,n_samples in ((2*n, 4*n+3), (n, n+1), (n+4, 3*n), (n, n-1)):
             for pad in (False, True):
                 shares = [HostShare(n_samples, bs, partial(host_span, h, n_hosts, n_data=n_data, n_devices=n), pad) for h in range(n_hosts)]
                 for i,m in enumerate(shares[0].sizes):
