@@ -4,7 +4,8 @@ On a TPU, with ImageNet's train/ and val/ in a folder (or with `--fake_data`):
 
     python examples/vit_fsdp.py --data_dir imagenet-1k --ckpt_dir ckpts --bf16 --scan --batch_size 1024
 
-A size for eight virtual cores:
+On a slice of several hosts the same command runs on each, with a folder for checkpoints that all of them reach; `--batch_size` counts the samples of all. See the guide's page on several hosts for the walk to a v5e-32, and for what
+of it has been run. A size for eight virtual cores (`--pretend_hosts 2` treats them as those of two hosts):
 
     python examples/vit_fsdp.py --fake_data --fake_samples 256 --ckpt_dir ckpts --image_size 28 --embed_dim 64 --num_heads 4 --num_blocks 4 --num_classes 8 --batch_size 32 --num_epochs 3 --warmup_steps 8
 
@@ -14,6 +15,7 @@ each core, as the original does. `--shard_on_cpu` is always so: each parameter i
 again; `--resume_epoch 20` goes back to the one after epoch 20, and puts those after it into another folder.
 """
 import argparse, math, time
+from contextlib import nullcontext
 from fastai.vision.all import *
 from fastai_xla.all import *
 
@@ -46,6 +48,10 @@ def warmup_cosine(lr, warmup, steps):
         return lr*(step/warmup if step<warmup else (1+math.cos(math.pi*(step-warmup)/max(1, steps-warmup)))/2)
     return _at
 
+def say(text):
+    "Print on the first host alone"
+    if is_main(): print(text, flush=True)
+
 class LogSteps(Callback):
     "Print each `every` steps; stop after `max_steps`"
     order = 60 # after the Recorder
@@ -65,7 +71,7 @@ class LogSteps(Callback):
         loss = float(self.smooth_loss) # waits for the device
         speed = f', sec/iter: {(time.time()-self.since)/self.n:.4f}' if timed else ''
         self.restart()
-        print(f"epoch {self.epoch+1} step {self.iter+1}, lr: {self.opt.hypers[-1]['lr']:.6f}, loss: {loss:.4f}{speed}", flush=True)
+        say(f"epoch {self.epoch+1} step {self.iter+1}, lr: {self.opt.hypers[-1]['lr']:.6f}, loss: {loss:.4f}{speed}")
 
 class ValidateEvery(Callback):
     "Validate each `every` epochs, and after the last"
@@ -77,7 +83,7 @@ class ValidateEvery(Callback):
 class LogEpochs(Callback):
     "The losses and metrics of each epoch, as a line"
     order = 60
-    def after_epoch(self): print(f"epoch {self.epoch+1}: " + ', '.join(f'{k} {v:.6f}' for k,v in zip(self.recorder.metric_names[1:-1], self.recorder.log[1:-1]) if v is not None), flush=True)
+    def after_epoch(self): say(f"epoch {self.epoch+1}: " + ', '.join(f'{k} {v:.6f}' for k,v in zip(self.recorder.metric_names[1:-1], self.recorder.log[1:-1]) if v is not None))
 
 def wrapper_options(a):
     "Options for torch_xla's wrapper, None where XLA's partitioner does the work"
@@ -100,13 +106,15 @@ def get_learner(a):
     if a.bf16: learn.to_bf16()
     if fsdp: return learn.to_tpu_distributed(a.fsdp, fsdp=fsdp)
     if a.grad_ckpt and a.num_blocks==1: print('One block has no neighbour like it: trained without gradient checkpointing', flush=True)
-    return learn.to_tpu_sharded(fsdp=1 if a.run_without_fsdp else a.fsdp, grad_ckpt=a.grad_ckpt and a.num_blocks>1, scan=a.scan, mark_step=a.mark_step)
+    with pretend_hosts(a.pretend_hosts) if a.pretend_hosts else nullcontext():
+        return learn.to_tpu_sharded(fsdp=1 if a.run_without_fsdp else a.fsdp, grad_ckpt=a.grad_ckpt and a.num_blocks>1, scan=a.scan, mark_step=a.mark_step)
 
 def describe(learn, a, steps):
     n = sum(p.numel() for p in learn.model.parameters())
     if wrapper_options(a): return print(f'{n:,} parameters in shards on {n_processes_of(a)} cores, by XlaFullyShardedDataParallel({wrapper_options(a)}); {steps} steps an epoch', flush=True)
     mesh = learn.tpu_sharded_trainer.mesh
-    print(f'{n:,} parameters, {learn.sharding.device_nbytes//4:,} on each of {mesh.n} cores ({mesh}); {steps} steps an epoch', flush=True)
+    of = f' of {mesh.n_hosts} hosts' if mesh.n_hosts>1 else ''
+    say(f'{n:,} parameters, {learn.sharding.device_nbytes//4:,} on each of {mesh.n} cores ({mesh}){of}; {steps} steps an epoch')
 
 def go_back(folder, epoch, steps):
     "Make the checkpoint after `epoch` the newest in `folder`"
@@ -140,6 +148,7 @@ def parser():
     flag('no_reshard_after_forward', "by torch_xla's wrapper: keep them for the backward pass", dest='reshard_after_forward', action='store_false', default=None)
     flag('shard_on_cpu', 'always so')
     flag('scan', 'one loop for all blocks'); flag('mark_step', 'a program for each block'); flag('bf16'); flag('run_without_fsdp', 'each core has all parameters'); add('fsdp', None, 'cores over which the parameters are spread; default: all')
+    add('pretend_hosts', None, 'treat the cores of this machine as those of so many hosts, to try that')
     return p
 
 def main(args=None):
@@ -152,10 +161,12 @@ def main(args=None):
     steps = len(learn.dls.train)//n_processes_of(a)
     describe(learn, a, steps)
     folder = Path(a.ckpt_dir)/'checkpoints'
-    if a.resume_epoch: go_back(folder, a.resume_epoch, steps)
+    if a.resume_epoch:
+        if is_main(): go_back(folder, a.resume_epoch, steps)
+        barrier()
     cbs = [ParamScheduler({'lr': warmup_cosine(a.lr, a.warmup_steps, steps*a.num_epochs)}), TPUCheckpoint(folder, every=steps*a.ckpt_epoch_interval, keep=a.keep_ckpts, resume=not a.no_resume)]
     with learn.no_bar(),learn.no_logging(): learn.fit(a.num_epochs, a.lr, cbs=cbs)
-    print('training completed', flush=True)
+    say('training completed')
     return learn
 
 if __name__=='__main__': main()

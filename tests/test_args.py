@@ -25,6 +25,9 @@ def xladl(**kwargs): return XLADL(learn().dls.train, 'xla', **kwargs)
 def sharded(**kwargs): return learn().to_tpu_sharded(**kwargs)
 def pooled(**kwargs): return learn().to_tpu_distributed(**kwargs)
 def saver(**kwargs): return TPUCheckpoint(**{'path': 'a', **kwargs})
+def smallest(**kwargs): return smallest_slices(**{'model': linear(), 'batch': 2, 'shape': (2,), **kwargs})
+def pretend(**kwargs):
+    with pretend_hosts(**kwargs): pass
 def compiled(**kwargs): return learn().compile_for(**{'name': 'v5e-8', **kwargs})
 def one_core(**kwargs): return learn().to_tpu(**kwargs)
 
@@ -70,6 +73,7 @@ CASES = [ # what is called, and of its arguments the wrong values
     (lambda **kw: learn().load_sharded(**kw), dict(file=place, with_opt=but(None, 0), strict=bit, allow_pickle=bit), dict(file='a')),
     (lambda **kw: learn().export_safetensors(**kw), dict(file=place, config=but(None)), dict(file='a')),
     (lambda **kw: learn().save_for_hub(**kw), dict(folder=place, labels=but(None, [])), dict(folder='a')),
+    (pretend, dict(hosts=but([]))), (smallest, dict(model=WRONG, batch=count, shape=but([]), opt=WRONG, bf16=bit)),
     (tpu_slice, dict(name=but('a'))), (compiled, dict(name=but('a'), form=but(None), fast=bit, limit=but(1.5), cache=place_or_none)),
     (lambda **kw: learn().largest_batch(**kw), dict(name=but('a'), most=count), dict(name='v5e-8')),
     (XLAStats, dict(warm=at_least_0)), (usual_step, dict(steps=but([]), warm=at_least_0), dict(steps=[])),
@@ -118,7 +122,8 @@ SEAMS = '''start_iter DeviceDL Shipment EventTeller lengthen_lr_find run_along r
     check_room groups_by_size pieces_of read_pieces plain_dtype tensor_kind Encoder encode encode_states Decoder decode checkpoint_fault find_checkpoint
     StoreReader copy_state note_made made_as fingerprint check_differences note_config CheckpointOptions settings_of progress_file plan_goal load_weights ema_weight
     StateRestorer FitResumer hlo_message compile_options ProgramReport tpu_advice trace_phase StepReports TPUReport scope_of step_times meter_row meter_line
-    speed_text MeterSums MeterRates ProfiledSteps plot_steps time_fit gloo_device'''.split()
+    speed_text MeterSums MeterRates ProfiledSteps plot_steps time_fit gloo_device device_span host_span HostShare host_pieces HostDraws assemble
+    part_of collect_parts write_by_hosts write_pieces write_state write_progress MeshTrainer'''.split()
 
 def options(f):
     "The parameters of `f` that say they are numbers, words or switches"
@@ -133,7 +138,7 @@ def test_no_option_is_left_out():
     "Whoever adds a public function with options adds them to the table"
     rooms = [m for k,m in sys.modules.items() if k.startswith('fastai_xla.') and k.count('.')==2 and getattr(m, '__all__', None)]
     public = {n: getattr(m, n) for m in rooms for n in m.__all__ if not isinstance(getattr(m, n), ModuleType)}
-    covered = {getattr(o[0], '__name__', '') for o in CASES} | {'plan_training','TarShards','mean_vit','TPUCheckpoint'} | set(SEAMS)
+    covered = {getattr(o[0], '__name__', '') for o in CASES} | {'plan_training','smallest_slices','TarShards','mean_vit','TPUCheckpoint'} | set(SEAMS)
     assert not [n for n,o in public.items() if callable(o) and options(o) and not is_record(o) and n not in covered]
     swept = {'to_tpu': one_core, 'to_tpu_distributed': pooled, 'to_tpu_sharded': sharded}
     for name,f in swept.items():

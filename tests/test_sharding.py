@@ -281,6 +281,129 @@ def refused_afterwards():
         with pytest.raises(ValueError): learn.to_tpu_sharded(**kwargs)
     assert learn.model[0][0].weight.device.type=='cpu' and not learn._grab_cbs(l.TPUShardedTrainer)
 
+# Several hosts, pretended: the numbers of a host's devices do not follow each other, as on a TPU
+
+blocks_of_two = [(0,1,4,5), (2,3,6,7)]
+
+def on_two_hosts(f, mk=tiny, tol=2e-5, **kwargs):
+    "As `both`, with devices that pretend to be of two hosts"
+    l = lib()
+    with l.pretend_hosts(blocks_of_two): res = both(f, mk, tol, **kwargs)
+    mesh = res[-1].tpu_sharded_trainer.mesh
+    assert (mesh.n_hosts, mesh.layout.here, mesh.layout.order)==(2, (0,1), [0,1,4,5,2,3,6,7])
+    return res
+
+@case('methods')
+def two_hosts_are_as_one():
+    "in losses, weights, metrics of all kinds, predictions, lr_find; the last batches are smaller, one has fewer samples than there are cores"
+    l = lib()
+    mk = partial(tiny, n=21, metrics=[l.accuracy, l.F1Score(average='macro')])
+    l,plain,learn = on_two_hosts(lambda o: o.fit(2, 1e-2), mk, replica=2, fsdp=4)
+    near(l, *[quiet(l, o, partial(o.get_preds, with_input=True, with_loss=True)) for o in (plain, learn)])
+    for o in (plain, learn): quiet(l, o, o.lr_find, num_it=5, show_plot=False)
+    near(l, list(plain.recorder.losses), list(learn.recorder.losses))
+    on_two_hosts(lambda o: o.fit(1, 1e-2), partial(tiny, n=16, n_valid=16), fsdp=2, model=4, rules=[('0.0.weight', (('model','fsdp'),None))])
+
+@case('methods')
+def two_hosts_shuffle_and_augment():
+    def mk(l):
+        learn = l.cnn(opt_func=l.SGD)
+        l.set_seed(1)
+        learn.dls = l.image_dls(batch_tfms=[*l.aug_transforms(), l.Normalize.from_stats(*l.imagenet_stats)])
+        return learn
+    on_two_hosts(lambda o: o.fit(1, 1e-2, cbs=lib().MixUp(.4)), mk, fsdp=1, tol=2e-4)
+
+@case('methods')
+def two_hosts_send_each_sample_once():
+    "and nothing of a batch is whole on a core"
+    l = lib()
+    seen = []
+    class Seen(l.Callback):
+        order = -100
+        def before_batch(self): seen.append(([tuple(o[0].shape) for o in l.X._get_local_shards([self.x])[0]], self.x.cpu()))
+    with l.pretend_hosts(blocks_of_two): learn = tiny(l).to_tpu_sharded(fsdp=8)
+    quiet(l, learn, learn.fit, 1, cbs=Seen())
+    assert [o for o,_ in seen]==[[(2,16)]*8, [(2,16)]*8, [(1,16)]*8, [(2,16)]*8]
+    xs = [l.torch.stack([x for x,_ in ds]) for ds in (learn.dls.train.dataset, learn.dls.valid.dataset)]
+    assert l.torch.equal(l.torch.cat([o for _,o in seen[:3]]), xs[0]) and l.torch.equal(seen[3][1][:13], xs[1])
+
+@case('methods')
+def a_steady_epoch_on_two_hosts():
+    l = lib()
+    with l.pretend_hosts(blocks_of_two): learn,cb = tiny(l, metrics=[l.accuracy, l.F1Score(average='macro')]).to_tpu_sharded(fsdp=8, fetch_every=1e9),l.BatchCounts()
+    quiet(l, learn, learn.fit, 3, 1e-3, cbs=cb)
+    c,e = cb.batches[2],cb.epochs[2]
+    assert (c.compiles,c.reads,c.fallbacks,c.executions)==(0,0,{},cb.n_batches), c
+    assert e.compiles==0 and e.reads<=2, e
+
+@case('methods')
+def what_is_spread_over_hosts_is_read_by_a_program_that_is_kept():
+    from fastai_xla.runtime.hosts import gathered
+    l = lib()
+    with l.pretend_hosts(blocks_of_two): learn = tiny(l).to_tpu_sharded(fsdp=8)
+    ws,want = [learn.model[0][0].weight.detach()],learn.model[0][0].weight.cpu()
+    gathered(ws)
+    before = l.xla_counts()
+    assert l.torch.equal(gathered(ws)[0], want)
+    assert (l.xla_counts()-before).compiles==0
+    assert pieces(l, ws[0])==[(8,16)]*8
+
+@case('methods')
+def two_hosts_write_a_checkpoint_by_parts():
+    "each the pieces that torch_xla says are on its devices and nobody's copy; together they are read as one"
+    import numpy as np
+    from fastai_xla.checkpoint.sharded import copy_state, learner_state, write_state
+    from fastai_xla.storage.parts import collect_parts, part_of
+    l = lib()
+    for kwargs in (dict(replica=2, fsdp=4), dict(fsdp=2, model=4, rules=[('0.0.weight', (('model','fsdp'),None))]), dict(fsdp=8)):
+        with l.pretend_hosts(blocks_of_two): learn = tiny(l).to_tpu_sharded(**kwargs)
+        mesh,w = learn.tpu_sharded_trainer.mesh,learn.model[0][0].weight
+        spec,(places,) = learn.sharding.specs['0.0.weight'],l.X._get_local_shard_replica_and_indices([w.detach()])
+        for h,ds in enumerate(blocks_of_two): # `places` are by device
+            own = {tuple((i.start, i.stop) for i in idx) for d,(copy,idx) in enumerate(places) if d in ds and copy==0}
+            assert own=={*l.host_pieces(w.shape, spec, mesh, h, 2)}, (kwargs, h)
+    quiet(l, learn, learn.fit, 1, 1e-2)
+    copy = copy_state(learner_state(learn))
+    def of_host(h):
+        "The pieces that are this host's: of what is spread those on its devices, and the first host has the rest"
+        def is_own(p):
+            if p.data.shape==p.shape: return h==0
+            return tuple((a, a+n) for a,n in zip(p.offsets, p.data.shape)) in l.host_pieces(p.shape, spec, mesh, h, 2)
+        return copy._replace(groups=[[p for p in g if is_own(p)] for g in copy.groups])
+    place = l.place_at('parts')
+    with part_of(place, 'word', 1) as folder: write_state(of_host(1), folder, 'host001-')
+    with place.replacing('m') as folder:
+        write_state(of_host(0), folder)
+        collect_parts(place, 'word', 2, folder)
+    files = sorted(o.name for o in Path('parts/m').glob('*.safetensors'))
+    assert any(o.startswith('host001-') for o in files) and any(o.startswith('shard-') for o in files)
+    for to in (lambda o: o.to_tpu_sharded(fsdp=8), lambda o: o):
+        other = to(tiny(l)).load_sharded(Path('parts/m').absolute())
+        near(l, [learn.model.state_dict(), learn.opt.state_dict()['state']], [other.model.state_dict(), other.opt.state_dict()['state']], 0)
+
+@case('methods')
+def two_hosts_go_on_at_a_checkpoint():
+    l = lib()
+    def mk():
+        with l.pretend_hosts(blocks_of_two): return tiny(l).to_tpu_sharded(fsdp=8)
+    class Dies(l.Callback):
+        def after_batch(self):
+            if self.train_iter==5: raise KeyboardInterrupt
+    whole = mk()
+    quiet(l, whole, whole.fit, 2, 1e-2)
+    learn = mk()
+    with pytest.raises(KeyboardInterrupt): quiet(l, learn, learn.fit, 2, 1e-2, cbs=[l.TPUCheckpoint('run', every=4), Dies()])
+    learn = mk()
+    quiet(l, learn, learn.fit, 2, 1e-2, cbs=l.resume_from('run', every=4))
+    same(l, whole, learn, 0)
+
+@case('methods')
+def texts_on_several_hosts():
+    l = lib()
+    mesh = l.make_mesh(fsdp=8)
+    mesh.layout = l.HostLayout(tuple(blocks_of_two), (0,1))
+    with pytest.raises(ValueError, match='Texts of a batch.*to_tpu_distributed'): l.TPUShardedTrainer(mesh)._loader([], pad_text=print)
+
 # Blocks
 
 def deep(l, depth=3, build=lambda f: f(), **kwargs):
@@ -461,6 +584,49 @@ def refused_when_the_device_was_used():
     with pytest.raises(RuntimeError, match='has used the XLA device.*cannot turn to SPMD.*restart Python'): learn.to_tpu_sharded(fsdp=2)
     assert not torch_xla.runtime.is_spmd() and learn.tpu_trainer in learn.cbs
     with learn.no_bar(),learn.no_logging(): learn.fit(1)
+
+# Which host has what, reads what and writes what
+
+def meshes(n):
+    "Some meshes of `n` cores"
+    yield dict(replica=1, fsdp=n)
+    yield dict(replica=n, fsdp=1)
+    yield dict(replica=n//4, fsdp=4)
+    yield dict(replica=2, fsdp=n//8, model=4)
+    yield dict(replica=1, fsdp=2, model=n//2)
+
+@pytest.mark.parametrize('n_hosts', [2, 3, 4, 8, 32, 64])
+def test_hosts_share_samples_and_pieces(n_hosts):
+    "Whatever the mesh, hosts have together what one process has, in its order and once each, unless their cores have the same samples"
+    import numpy as np
+    from fastai_xla.sharding import device_span, host_pieces, host_span, HostShare
+    n = 4*n_hosts
+    for sizes in meshes(n):
+        n_data = sizes['replica']*sizes['fsdp']
+        if np.prod(list(sizes.values()))!=n: continue
+        for bs,n_samples in ((2*n, 4*n+3), (n, n+1), (n+4, 3*n), (n, n-1)):
+            for pad in (False, True):
+                shares = [HostShare(n_samples, bs, partial(host_span, h, n_hosts, n_data=n_data, n_devices=n), pad) for h in range(n_hosts)]
+                for i,m in enumerate(shares[0].sizes):
+                    size,got = bs if pad else m,[]
+                    for h,s in enumerate(shares):
+                        start,end = host_span(h, n_hosts, size, n_data, n)
+                        assert (start,end)==(device_span(4*h, size, n_data, n)[0], device_span(4*h+3, size, n_data, n)[1]) and s.starts[i]==min(start, m)
+                        own = [*range(min(start, m), min(end, m))]
+                        assert s.idxs[i*s.most:][:len(own)].tolist()==[i*bs+o for o in own], 'it reads what it has'
+                        got += own
+                    assert sorted(set(got))==list(range(m)), 'each sample somewhere'
+                    if n_data>=n_hosts: assert got==list(range(m)), 'in order, once'
+                for s in shares:
+                    last = len(s.idxs)-s.most*(len(s.sizes)-1)
+                    assert 1<=last<=s.most, 'in batches of one size but for the last, as loaders deal them out'
+        group = sizes['fsdp']*n//n_data # cores that have a copy together
+        if group<=4: assert all(p//group*group//4==p//4 for p in range(n)), 'they are on one host'
+        for shape,spec in (((4*n,6), (('replica','fsdp'),None)), ((6,4*n+3), (None,'fsdp')), ((5,), ())):
+            count = np.zeros(shape, int)
+            for h in range(n_hosts):
+                for piece in host_pieces(shape, spec, sizes, h, n_hosts): count[tuple(slice(*o) for o in piece)] += 1
+            assert (count==1).all()
 
 @pytest.mark.parametrize('group,name', groups.names)
 def test_case(group, name):

@@ -2,7 +2,7 @@
 import os, signal, subprocess, sys, threading, time
 from configparser import ConfigParser
 from types import SimpleNamespace
-import psutil, pytest, torch
+import psutil, pytest, timm, torch
 from torch import nn
 from fastai.vision.all import accuracy, CrossEntropyLossFlat, DataLoaders, Learner, TfmdDL
 import fastai_xla.all
@@ -44,10 +44,14 @@ def no_process_left():
     while children()-before and time.time()<until: time.sleep(.1)
     assert not children()-before
 
-@pytest.mark.parametrize('name,form,options,n', [('v5e-4',None,{},4), ('v6e-4','sharded',dict(fsdp=4),4), ('v4-8','sharded',dict(fsdp=2, replica=2),4)])
+@pytest.mark.parametrize('name,form,options,n', [('v5e-4',None,{},4), ('v5e-32','sharded',dict(fsdp=32),32), ('v4-32','sharded',dict(fsdp=4, replica=4),16)])
 def test_forms(name, form, options, n, no_process_left):
-    learn = learner(wide=256 if form else 16)
-    check_form(learn, learn.compile_for(name, form, fast=True, **options), form, n)
+    "on one host, and sharded on the devices of eight and of four hosts"
+    learn = learner(**dict(wide=256, bs=64, n=128) if form else {})
+    if n==32: learn.model = timm.create_model('vit_tiny_patch16_224', img_size=16, patch_size=8, embed_dim=64, num_heads=2, depth=1, num_classes=10)
+    r = learn.compile_for(name, form, fast=True, **options)
+    check_form(learn, r, form, n)
+    if form: assert r.slice.n_hosts==n//4 and r.programs['train'].collectives['all-gather']>1
 
 def test_one_core_as_users_start(no_process_left):
     learn = learner(bs=512, wide=64, n=1024)

@@ -8,19 +8,22 @@ Docs: https://fastai-xla.github.io/fastai_xla/checkpoint.export.html.md"""
 __all__ = []
 
 # %% ../../nbs/840_checkpoint.export.ipynb #imports
-import json
+import json, uuid
+from functools import partial
 from pathlib import Path
 from fastai.basics import get_model, join_path_file, Learner
 from fastcore.all import CollBase, patch
 from safetensors.torch import save_file
 from timm.models import save_for_hf
-from ..runtime.ranks import barrier, is_main
+from ..runtime.hosts import host_index
+from ..runtime.ranks import barrier, from_main, is_main
 from ..runtime.transfer import to_host
 from ..runtime.args import check_bool, check_path, check_type
 from ..patches.registry import Loans
 from ..patches.learner import shared_path, whole_model
 from ..storage.files import is_url
-from .store import find_checkpoint, replacing
+from ..storage.parts import write_by_hosts
+from .store import find_checkpoint, replacing, split_place
 from .sharded import learner_state, load_state, write_state
 
 # %% ../../nbs/840_checkpoint.export.ipynb #sharded
@@ -37,8 +40,8 @@ def save_sharded(self:Learner,
     path = _folder(self, file)
     check_bool('with_opt', with_opt)
     with whole_model(self):
-        if is_main():
-            with replacing(path) as new: write_state(learner_state(self, with_opt), new)
+        token = from_main(lambda: uuid.uuid4().hex)
+        if is_main() or host_index(): write_by_hosts(partial(write_state, learner_state(self, with_opt)), split_place(path)[0], token, replacing(path))
     barrier()
     return path
 

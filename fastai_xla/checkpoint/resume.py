@@ -49,9 +49,15 @@ class CheckpointReader(CheckpointWriter):
         if not self.resume:
             raise FileExistsError(f"{self.store.path} has checkpoints of {'this' if is_own else 'another'} training, up to {found.folder.name}: "
                 "go on there with `resume_from`, or choose another folder.")
+        found = self._here(found)
         goal = plan_goal(Goal(*found, read_settings(found.folder)), self.settings['fingerprint'], run.fits, self.strict)
         run.id,run.begun = found.position.run_id,True
         return goal
+
+    def _here(self, found):
+        "What the main rank has found, where this host reads it"
+        if (name := found.folder.name) and found.folder.exists(): return found
+        return found._replace(folder=next(o for o in (self.store, self.other) if o and o.has(name)).place.get(name))
 
     def _begin(self):
         "Begin with the weights of another training, or from scratch"

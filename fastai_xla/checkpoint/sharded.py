@@ -64,11 +64,12 @@ def copy_state(
 def write_state(
     state, # From `learner_state` or `copy_state`
     folder:Path, # Local
+    prefix:str='', # Of the names of files with tensors
 ):
     "Write `state` into `folder`"
     folder.mkdir(parents=True, exist_ok=True)
     copy = state if isinstance(state, StateCopy) else copy_state(state, at_once=False)
-    index = write_pieces(copy.groups, folder)
+    index = write_pieces(copy.groups, folder, prefix)
     (folder/'index.json').write_text(json.dumps({k: {**o, 'path': copy.paths[k]} for k,o in index.items()}))
     write_encoded(folder/'values', *copy.values)
 

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from fastai.basics import get_model
 from fastcore.all import noop
 from ..runtime.device import xla_device, xm
+from ..runtime.hosts import host_index, n_hosts
 from ..runtime.ranks import from_main, gather_objects, is_main, world_size
 from ..runtime.signals import first_signal
 from ..runtime.args import check_bool, check_choice, check_int, check_number
@@ -27,14 +28,15 @@ from ..distributed.events import StopOnRequest
 from ..sharding.trainer import TPUShardedTrainer
 from ..storage.lease import Background, check_room, InUse, Lease
 from ..storage.pieces import check_finite, NonFiniteWeights
+from ..storage.parts import write_by_hosts
 from .store import CheckpointStore, KeepPolicy, Position
 from .sharded import copy_state, learner_state, write_state
-from .progress import Progress, progress_file
+from .progress import Progress, write_progress
 
 # %% ../../nbs/820_checkpoint.writer.ipynb #signals
 def noted_signals():
     "A context that gives the list of signals that came; the second one interrupts"
-    return first_signal() if world_size()==1 else nullcontext([])
+    return first_signal() if world_size()==1==n_hosts() else nullcontext([])
 
 @contextmanager
 def _kept_device_rng():
@@ -56,14 +58,13 @@ class CheckpointFiles(XLACallback):
 
     @contextmanager
     def opened(self):
-        "A context in which this process alone writes checkpoints, and at whose end they are written"
+        "A context in which no other training writes checkpoints there, and at whose end they are written"
         self._restart_clock()
         self.is_launched = not self.learn._grab_cbs(StopOnRequest) # a pool's replicas ask by that
-        if not is_main(): return (yield)
-        check_room(self.store.place, sum(t.numel()*t.itemsize for t in get_model(self.learn.model).state_dict().values()))
+        if is_main(): check_room(self.store.place, sum(t.numel()*t.itemsize for t in get_model(self.learn.model).state_dict().values()))
         try:
-            with Lease(self.store.place) as self.lease:
-                self.store.clear()
+            with Lease(self.store.place) if is_main() else nullcontext() as self.lease:
+                if is_main(): self.store.clear()
                 try: yield
                 except BaseException:
                     self.finish(failed=True) # while the lease is held
@@ -73,7 +74,6 @@ class CheckpointFiles(XLACallback):
 
     def finish(self, failed=False):
         "Wait for the checkpoint that is under way, and say if it could not be written; if training has `failed` too, its own error is the one that is raised"
-        self.background.join()
         e = self.background.take_error()
         if e is None: return
         good = self.store.good_names()
@@ -82,22 +82,19 @@ class CheckpointFiles(XLACallback):
         if not failed and (self.on_error=='raise' or isinstance(e, InUse)): raise CheckpointError(f"{msg} `on_error='warn'` would train on.") from e
         warnings.warn(msg if failed else f"{msg} Training goes on.")
 
-    def _hand_over(self, pos, metric, parts, copy, names):
-        "Have a checkpoint written"
+    def _hand_over(self, *what):
+        "Have a checkpoint written, see `_write`"
         if self.background.busy and not self.told:
             self.told = True
             self._say("A checkpoint is due before the one before it is written, so training waits for that: write them less often.")
         self.finish()
-        self.background.run(partial(self._write, pos, metric, parts, copy, names))
+        self.background.run(partial(self._write, *what))
         if not self.asynchronous: self.finish()
 
-    def _write(self, pos, metric, parts, copy, names):
+    def _write(self, pos, metric, parts, copy, names, token):
         if self.lease is not None: self.lease.check()
-        try:
-            with self.store.write(pos, metric) as folder:
-                write_state(copy._replace(groups=check_finite(copy.groups, names)), folder)
-                (folder/'progress').mkdir()
-                for i,p in enumerate(parts): p.write(progress_file(folder, i))
+        write = partial(write_state, copy._replace(groups=check_finite(copy.groups, names)))
+        try: write_by_hosts(write, self.store.place, token, self.store.write(pos, metric), partial(write_progress, parts))
         except NonFiniteWeights as e: print(f"{pos.name} is not written: {e}.")
 
 # %% ../../nbs/820_checkpoint.writer.ipynb #saver-options
@@ -161,10 +158,11 @@ class CheckpointSaver(CheckpointOptions):
         pos = replace(pos, run_id=self.run_record.id, n_ranks=world_size())
         self._restart_clock()
         with _kept_device_rng(), whole_model(self.learn):
-            parts = gather_objects(progress or self.take_progress(self.start))
+            said = progress or self.take_progress(self.start),uuid.uuid4().hex,is_main() and self.store.has(pos.name)
+            parts,tokens,are_there = zip(*gather_objects(said))
             copy = copy_state(learner_state(self.learn), at_once=self.asynchronous or world_size()>1)
             names = {f'model.{k}' for k,_ in get_model(self.learn.model).named_parameters()}
-        if is_main() and not self.store.has(pos.name): self._hand_over(pos, self._metric(pos), parts, copy, names)
+        if not are_there[0] and (is_main() or host_index()): self._hand_over(pos, self._metric(pos), parts[:world_size()], copy, names, tokens[0])
 
     def _save_here(self): self._save(Position(self.run_record.fits, self.epoch, self.iter+1))
 
@@ -173,8 +171,8 @@ class CheckpointSaver(CheckpointOptions):
         if not self.signal: return
         self.finish()
         from_main(noop) # which has written
-        name = signal.Signals(self.signal).name if world_size()==1 else 'a signal'
-        self._say(f"Stopped by {name}; the newest checkpoint is {self.store.place/(self.store.good_names() or [''])[-1]}")
+        name,newest = signal.Signals(self.signal).name if world_size()==1 else 'a signal',self.store.place/(self.store.good_names() or [''])[-1]
+        self._say(f'Stopped by {name}; the newest checkpoint is {newest}')
         raise SystemExit(128+self.signal) if self.signal==signal.SIGTERM else KeyboardInterrupt
 
 # %% ../../nbs/820_checkpoint.writer.ipynb #has-grads

@@ -80,7 +80,7 @@ class DeviceDL(BucketDL):
     def _send(self, b):
         "A batch of the host, on the device: `(batch, number of samples if padded else None)`"
         ts = tensors_of(b)
-        if not ts: raise TypeError(_no_tensor(b))
+        if not ts: raise TypeError(no_tensor(b))
         self.look(b)
         if self.pad_text and is_text(b):
             b = self.pad_text(b, self._len_of(b[0].shape[1], len(b[0])))
@@ -101,7 +101,7 @@ class DeviceDL(BucketDL):
         return self.trim(to_host(b) if cpu else to_detach(b, cpu=False, gather=gather))
 
 # %% ../../nbs/250_data.loader.ipynb #asked
-def _no_tensor(b):
+def no_tensor(b):
     return (f"The DataLoader gave a {type(b).__name__} without a tensor in it: {str(b)[:80]!r}. "
         "Only tensors can be sent to the device: return tensors or arrays from the dataset, or collate them.")
 

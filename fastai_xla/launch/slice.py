@@ -13,10 +13,11 @@ from ..runtime.device import device_kind, n_cores
 
 # %% ../../nbs/595_launch.slice.ipynb #slice-hosts
 def slice_hosts(
-    env:dict # `os.environ`
+    env:dict|None=None, # The environment; that of this process by default, with what torch_xla knows
 ):
-    "Names of the hosts of the slice, as the environment has them; [] where it does not say"
-    return [o for o in env.get('TPU_WORKER_HOSTNAMES', '').split(',') if o]
+    "Names of the hosts of the slice; [] where nobody says"
+    hosts = [o for o in (os.environ if env is None else env).get('TPU_WORKER_HOSTNAMES', '').split(',') if o]
+    return hosts or (_asked_hosts() if env is None and device_kind()=='TPU' and n_cores() else [])
 
 def _asked_hosts():
     "The hosts that torch_xla finds; [] where nobody can say"
@@ -30,7 +31,7 @@ def check_one_host(
 ):
     "Raise where a pool would be one host's part of a slice"
     if env is None and (device_kind()!='TPU' or not n_cores()): return
-    hosts = slice_hosts(os.environ if env is None else env) or (_asked_hosts() if env is None else [])
+    hosts = slice_hosts(env)
     if len(hosts)<2: return
     raise RuntimeError(f"This TPU slice has {len(hosts)} hosts ({hosts[0]} to {hosts[-1]}), and a notebook starts the cores of one. "
         "Put the training into a script, and start that on every host: gcloud compute tpus tpu-vm ssh NAME --worker=all --command='fastai-xla launch train.py'")

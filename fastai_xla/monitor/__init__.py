@@ -1,5 +1,6 @@
 "What it costs."
 from .stats import *
+from .slices import *
 from .plan import *
 from .scopes import *
 from .hlo import *

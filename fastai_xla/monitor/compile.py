@@ -20,7 +20,8 @@ from ..runtime.table import paragraphs, size_text, RowTable
 from ..patches.learner import xla_callbacks
 from ..launch.carry import dumps
 from .hlo import hlo_message
-from .libtpu import CompileError, find_libtpu, MemoryUse, tpu_slice
+from .slices import tpu_slice
+from .libtpu import CompileError, find_libtpu, MemoryUse
 from .report import ProgramReport, tpu_advice
 from .trace import CompileJob, compile_forms, compile_phases
 import fastai_xla.train.trainer, fastai_xla.distributed.learner, fastai_xla.sharding.trainer

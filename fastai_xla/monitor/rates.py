@@ -22,7 +22,7 @@ from ..runtime.counts import compile_seconds, run_seconds
 from ..runtime.table import size_text
 from ..runtime.args import check_type
 from ..data.rng import kept_rng
-from .plan import TPU_KINDS
+from .slices import TPU_KINDS
 
 # %% ../../nbs/950_monitor.rates.ipynb #clocks
 class ClockTimes(NamedTuple):

@@ -15,7 +15,8 @@ from typing import NamedTuple
 from ..runtime.table import paragraphs, size_text, RowTable
 from .scopes import scope_of
 from .hlo import program_calls, shape_text
-from .libtpu import MemoryUse, TPUSlice
+from .slices import TPUSlice
+from .libtpu import MemoryUse
 
 # %% ../../nbs/910_monitor.report.ipynb #kind
 _costly = 'convolution','dot','gather','scatter','reduce-window','select-and-scatter','sort','rng-bit-generator','reduce'

@@ -21,7 +21,8 @@ from ..virtual_cores.replicas import run_replicas
 from ..launch.carry import loads
 from ..sharding.trainer import TPUShardedTrainer
 from .hlo import read_program, shape_text, stock_collectives
-from .libtpu import CompiledPrograms, tpu_slice
+from .slices import tpu_slice
+from .libtpu import CompiledPrograms
 
 # %% ../../nbs/920_monitor.trace.ipynb #job
 compile_phases = 'train','valid'
@@ -51,7 +52,7 @@ def held_bytes(
     n,n_state = _nbytes(ps),_nbytes(t for st in states for t in st.values() if hasattr(t, 'numel'))
     table = next((cb.table for cb in learn._grab_cbs(TPUShardedTrainer)), None)
     part = table.device_nbytes/table.nbytes if table else 1
-    return dict(params=int(n*part), opt_state=int(n_state*part))
+    return dict(params=round(n*part), opt_state=round(n_state*part))
 
 class StepNoter(Callback):
     "Notes which programs were there before the step's"

@@ -1,5 +1,6 @@
 "This machine, its ranks, and tensors on the way."
 from .device import *
+from .hosts import *
 from .ranks import *
 from .counts import *
 from .transfer import *

@@ -12,6 +12,7 @@ __all__ = ['rank', 'world_size', 'is_main', 'gather_objects', 'from_main', 'barr
 import pickle
 from contextlib import contextmanager
 import torch
+from .hosts import host_index, host_rows, n_hosts
 from .device import runtime_started, torch_xla, xla_device, xm, xr
 
 # %% ../../nbs/010_runtime.ranks.ipynb #rank
@@ -24,15 +25,15 @@ def world_size():
     return xr.world_size() if runtime_started() else 1
 
 def is_main():
-    "Whether this replica prints, draws bars and writes files"
-    return rank()==0
+    "Whether this replica prints, draws bars and writes files; of the hosts of one program (SPMD) it is the first"
+    return rank()==0 and host_index()==0
 
 # %% ../../nbs/010_runtime.ranks.ipynb #exchange
 def gather_objects(
     o # Anything that can be pickled
 ):
-    "`o` of each rank, in the order of ranks; every rank must call this"
-    if world_size()==1: return [o]
+    "`o` of each rank, or of each host of one program (SPMD), in their order; each must call this"
+    if world_size()==1==n_hosts(): return [o]
     b = pickle.dumps(o)
     res = _gather_bytes(b[:_chunk-_head], len(b), _chunk)
     most = _head + max(n for n,_ in res)
@@ -45,7 +46,7 @@ def _gather_bytes(b, n, size):
     "`(n, b)` of each rank, in one transfer of `size` bytes a rank, so that few sizes are ever compiled"
     torch_xla.sync()
     data = torch.frombuffer(bytearray(n.to_bytes(_head, 'little') + b.ljust(size-_head, b'\0')), dtype=torch.uint8)
-    rows = xm.all_gather(data.to(xla_device())[None], pin_layout=False).cpu().numpy()
+    rows = host_rows(data) if n_hosts()>1 else xm.all_gather(data.to(xla_device())[None], pin_layout=False).cpu().numpy()
     ns = [int.from_bytes(r[:_head].tobytes(), 'little') for r in rows]
     return [(n, r[_head:_head+n].tobytes()) for n,r in zip(ns, rows)]
 

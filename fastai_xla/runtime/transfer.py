@@ -15,6 +15,7 @@ import torch
 from fastai.basics import DataLoader, ItemTransform, Pipeline
 from fastcore.all import L
 from torch import nn
+from .hosts import gathered, n_hosts
 from .device import torch_xla, xr
 from .counts import will_read
 
@@ -74,15 +75,20 @@ def _join(t, pieces, places):
         if not copy_no: res[tuple(idx)] = piece[tuple(slice(i.stop-i.start) for i in idx)]
     return res
 
+def _joined(ts):
+    "Host copies of the spread tensors `ts`, of which this host has all pieces"
+    X = torch_xla._XLAC
+    return map(_join, ts, X._get_local_shards(ts), X._get_local_shard_replica_and_indices(ts))
+
 def _fetch(ts):
     "Host copies of the XLA tensors `ts`"
     will_read()
     X = torch_xla._XLAC
-    if not xr.is_spmd() or xr.process_count()>1: return X._xla_get_cpu_tensors(ts)
+    if not xr.is_spmd(): return X._xla_get_cpu_tensors(ts)
     X._xla_sync_multi(ts, [str(ts[0].device)], True, True)
     spread,whole = [t for t in ts if is_spread(t)],[t for t in ts if not is_spread(t)]
     homes = dict(zip(map(id, whole), X._xla_get_cpu_tensors(whole))) if whole else {}
-    if spread: homes.update(zip(map(id, spread), map(_join, spread, X._get_local_shards(spread), X._get_local_shard_replica_and_indices(spread))))
+    if spread: homes.update(zip(map(id, spread), gathered(spread) if n_hosts()>1 else _joined(spread)))
     return [homes[id(t)] for t in ts]
 
 def to_host(

@@ -18,6 +18,7 @@ from ..models.repeats import repeated_blocks
 from ..train.move import learner_modules, opt_tensors, repoint_opt
 from ..virtual_cores.hosts import TorchrunPlace
 from ..launch.pool import current_pool
+from ..launch.slice import slice_hosts
 from .rules import infer_sharding
 
 # %% ../../nbs/710_sharding.place.ipynb #process
@@ -39,17 +40,17 @@ def check_process():
 def n_devices_for(
     sizes:dict, # Of the axes of a mesh, None where left open
 ):
-    "Number of devices that this process has, or will have for a mesh of these `sizes`"
+    "Number of devices that there are on all hosts, or will be for a mesh of these `sizes`"
     if runtime_started(): return xr.global_runtime_device_count()
     kind,need = device_kind(),math.prod(o for o in sizes.values() if isinstance(o, int))
     if kind=='CPU' and 'CPU_NUM_DEVICES' not in os.environ: return max(8, need) if None in sizes.values() else need
     if not n_cores(): raise no_chip_error(kind)
-    return n_cores()
+    return n_cores()*max(1, len(slice_hosts()))
 
 def start_spmd(
     n:int, # Number of devices, where it can be chosen
 ):
-    "One program for the `n` devices of this process from now on"
+    "One program for the `n` devices of all hosts from now on"
     if not runtime_started() and device_kind()=='CPU': os.environ.update(PJRT_DEVICE='CPU', CPU_NUM_DEVICES=str(n), CPU_NUM_PROCESSES='1')
     if not xr.is_spmd(): xr.use_spmd()
     read_spread_in_pieces()

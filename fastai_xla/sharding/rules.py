@@ -10,18 +10,20 @@ __all__ = ['TPUMesh', 'make_mesh', 'ShardRule', 'as_rules', 'ShardRow', 'Shardin
 # %% ../../nbs/700_sharding.rules.ipynb #imports
 import math, re
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 import numpy as np
 from torch import nn
 from ..runtime.device import n_cores, torch_xla
 from ..runtime.table import size_text, RowTable
 from ..runtime.args import check_int, check_type
+from .hosts import host_span
 
 # %% ../../nbs/700_sharding.rules.ipynb #mesh
 class TPUMesh(dict):
     "Sizes of the axes along which the cores are laid out"
     data_axes = 'replica','fsdp'
+    layout = None # Which devices are which host's, a `HostLayout`; None: one host's
 
     @property
     def n(self):
@@ -33,6 +35,15 @@ class TPUMesh(dict):
         "Number of cores that have samples of their own"
         return math.prod(self[a] for a in self.data_axes)
 
+    @property
+    def n_hosts(self):
+        "Number of hosts whose cores they are"
+        return self.layout.n_hosts if self.layout else 1
+
+    def span(self, host):
+        "A function of a number of samples: start and end of what a host has of them"
+        return partial(host_span, host, self.n_hosts, n_data=self.n_data, n_devices=self.n)
+
     def n_pieces(self, spec):
         "Number of pieces into which `spec` cuts a tensor"
         return math.prod(self[a] for o in spec for a in _names(o))
@@ -42,7 +53,7 @@ class TPUMesh(dict):
         "torch_xla's mesh; starts the runtime"
         from torch_xla.distributed.spmd import Mesh
         axes = {k: v for k,v in self.items() if v>1} or {'fsdp': 1}
-        return Mesh(np.arange(self.n), tuple(axes.values()), tuple(axes))
+        return Mesh(np.array(self.layout.order) if self.layout else np.arange(self.n), tuple(axes.values()), tuple(axes))
 
     def used(self, spec):
         "`spec` without axes of size 1; () where nothing is left"
@@ -50,8 +61,8 @@ class TPUMesh(dict):
         return tuple(o[0] if len(o)==1 else o or None for o in names) if any(names) else ()
 
     def batch_spec(self, t):
-        "The samples of `t` over the data axes, if there are enough"
-        return (self.data_axes, *[None]*(t.ndim-1)) if t.ndim and len(t)>=self.n_data else ()
+        "The samples of `t` over the data axes, if there are enough; of several hosts each has its own in any case"
+        return (self.data_axes, *[None]*(t.ndim-1)) if t.ndim and len(t)>=(self.n_data if self.n_hosts==1 else 1) else ()
 
     def op(self, spec):
         "What torch_xla wants to know to spread a tensor of the device by `spec`"

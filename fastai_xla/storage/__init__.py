@@ -2,3 +2,4 @@
 from .files import *
 from .lease import *
 from .pieces import *
+from .parts import *

@@ -10,6 +10,7 @@ __all__ = ['process_start', 'is_running', 'InUse', 'Lease', 'check_room', 'check
 # %% ../../nbs/740_storage.lease.ipynb #imports
 import json, os, shutil, socket, threading, time, uuid
 from ..runtime.device import xr
+from ..runtime.hosts import n_hosts
 from ..runtime.signals import proc_stat
 from ..runtime.ranks import barrier, from_main, gather_objects, is_main, world_size
 from .files import LocalPlace
@@ -123,14 +124,15 @@ def check_shared(
     place, # See `place_at`
 ):
     "Raise unless the ranks of all hosts see what the main one writes at `place`; every rank must call this"
-    if world_size()==1 or world_size()==xr.local_device_count() or not isinstance(place, LocalPlace): return
+    if not isinstance(place, LocalPlace) or n_hosts()==1 and (world_size()==1 or world_size()==xr.local_device_count()): return
     name = from_main(lambda: f'.shared-{uuid.uuid4().hex}')
     if is_main(): place.write(name, b'here')
     barrier()
     blind = [r for r,seen in enumerate(gather_objects(place.read(name)==b'here')) if not seen]
     if is_main(): place.remove(name)
     if not blind: return
-    raise ValueError(f"{place.path} must be one folder for all hosts, and what the main rank writes there is not seen by the ranks {blind}: "
+    who = 'ranks' if n_hosts()==1 else 'hosts'
+    raise ValueError(f"{place.path} must be one folder for all hosts, and what the main rank writes there is not seen by the {who} {blind}: "
         "name a folder that all hosts share, or an address such as 'gs://bucket/run'.")
 
 # %% ../../nbs/740_storage.lease.ipynb #background
@@ -156,6 +158,7 @@ class Background:
         self.thread = None
 
     def take_error(self):
-        "The error of the last function, once"
+        "Wait for what is under way; the error of the last function, once"
+        self.join()
         res,self.error = self.error,None
         return res

@@ -16,6 +16,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from ..runtime.device import torch_xla, xr
+from ..runtime.hosts import host_index
 from ..runtime.counts import will_read
 from ..runtime.transfer import is_spread, on_xla, to_host
 
@@ -66,10 +67,10 @@ def _spread_pieces(named):
     return [p for o in zip(named, ts, X._get_local_shards(ts), X._get_local_shard_replica_and_indices(ts)) for p in _pieces(*o)]
 
 def _host_pieces(named):
-    "The pieces of the tensors `named`, as copies on the host"
+    "The pieces of the tensors `named` that this host is to keep, as copies"
     named = {k: t.detach() for k,t in named.items()}
     spread = {k: t for k,t in named.items() if on_xla(t) and xr.is_spmd() and is_spread(t)}
-    whole = {k: t for k,t in named.items() if k not in spread}
+    whole = {} if host_index() else {k: t for k,t in named.items() if k not in spread} # the first host has them too
     homes = [t if on_xla(o) else t.clone() for t,o in zip(to_host(list(whole.values())), whole.values())]
     res = [Piece(k, tuple(t.shape), (0,)*t.ndim, t) for k,t in zip(whole, homes)] + (_spread_pieces(spread) if spread else [])
     return [p._replace(data=p.data.as_subclass(torch.Tensor).contiguous()) for p in res]
@@ -104,6 +105,7 @@ def _save(pieces, path):
 def write_pieces(
     groups, # From `pieces_of`
     folder, # Local
+    prefix:str='', # Of the names of files
 ):
     "Write pieces into safetensors files of `folder`; returns what `read_pieces` needs, as data"
     index = {}
@@ -111,7 +113,7 @@ def write_pieces(
         files = defaultdict(list)
         for p in group:
             o = index.setdefault(p.name, dict(dtype=dtype_name(p.data.dtype), shape=list(p.shape), pieces=[]))
-            file = f"shard-{len(o['pieces'])+1:05}-model-{g+1:05}.safetensors"
+            file = f"{prefix}shard-{len(o['pieces'])+1:05}-model-{g+1:05}.safetensors"
             o['pieces'].append([file, list(p.offsets), list(p.data.shape)])
             files[file].append(p)
         for file,ps in files.items(): _save(ps, Path(folder)/file)
