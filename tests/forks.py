@@ -231,15 +231,22 @@ class Forked(subprocess.Popen):
             finally: self._waitpid_lock.release()
         return self.returncode
 
+def of_ours(args, env):
+    "Which of the programs that our package starts is `python *args`, 'pool', 'agent' or 'rank' of torchrun, if it is to be a fork?"
+    if not isinstance(args, (list,tuple)) or args[0]!=sys.executable or 'FORKS' not in os.environ: return
+    if (env.get('PJRT_DEVICE'), env.get('OMP_NUM_THREADS'))!=('CPU','1'): return
+    if args[-2:-1]==['-c'] and 'fastai_xla.launch.replica' in args[-1]: return env.get('PYTHONPATH')==os.environ.get('PYTHONPATH') and 'pool'
+    if args[1:2]==['-c'] and 'torch.distributed.run' in args[2]: return 'agent'
+    if 'TORCHELASTIC_RUN_ID' in {*env}-{*os.environ}: return 'rank'
+
 class Warm(Forked):
-    "A `Popen` whose process is a fork if it is a pool's, in the environment of the process that forks; any other, and those where there is no such process, starts as it would"
-    outlives,is_fork = True,False
+    "A `Popen` whose process is a fork if it is `of_ours`, in the environment of the process that forks; any other, and those where there is no such process, starts as it would"
+    is_fork = None
     def _execute_child(self, args, *rest):
-        env = rest[5] or os.environ
-        is_pool = isinstance(args, list) and args[-2:-1]==['-c'] and 'fastai_xla.launch.replica' in args[-1]
-        asked = [env.get(o) for o in ('PJRT_DEVICE','OMP_NUM_THREADS','PYTHONPATH')]
-        self.is_fork = is_pool and 'FORKS' in os.environ and asked==['CPU','1',os.environ.get('PYTHONPATH')]
-        return super()._execute_child(args[-2:], *rest) if self.is_fork else super(Forked, self)._execute_child(args, *rest)
+        self.is_fork = of_ours(args, rest[5] or os.environ)
+        self.outlives = self.is_fork!='rank'
+        args = args[-2:] if self.is_fork=='pool' else args[1:] if self.is_fork else args
+        return super()._execute_child(args, *rest) if self.is_fork else super(Forked, self)._execute_child(args, *rest)
 
     def _try_wait(self, flags): return super()._try_wait(flags) if self.is_fork else super(Forked, self)._try_wait(flags)
     def _internal_poll(self, *args, **kwargs): return super()._internal_poll(*args, **kwargs) if self.is_fork else super(Forked, self)._internal_poll(*args, **kwargs)

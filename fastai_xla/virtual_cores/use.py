@@ -8,9 +8,10 @@ Docs: https://fastai-xla.github.io/fastai_xla/virtual_cores.use.html.md"""
 __all__ = ['join_torchrun', 'use_virtual_cores']
 
 # %% ../../nbs/535_virtual_cores.use.ipynb #imports
-import atexit, os, sys
+import atexit, os, sys, threading
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import parent_process
 import torch, torch.distributed as dist
 from ..runtime.device import device_kind, n_processes, require_xla, runtime_started, torch_xla, xla_device, xr
 from ..runtime.args import check_bool, check_int
@@ -20,10 +21,17 @@ from .collectives import _Run
 from .hosts import TorchrunPlace, _address_towards, _attempt
 from .replicas import _begin, _SpawnFn, _use_threads
 from .processes import open_place, place_to_meet, process_env, take_part
+from .rehearsal import rehearse
 
 # %% ../../nbs/535_virtual_cores.use.ipynb #spawn
+def _end_with(process):
+    "Have this process end when `process`, its parent, has"
+    process.join()
+    os._exit(1)
+
 def _initialize(place, rank, n):
     from torch_xla._internal import pjrt
+    threading.Thread(target=_end_with, args=(parent_process(),), daemon=True).start()
     take_part(rank, n, open_place(place))
     pjrt.initialize_multiprocess(rank, n)
 
@@ -72,8 +80,9 @@ def join_torchrun():
     atexit.register(_leave, os.getpid(), at.rank==0 and os.environ.get('TORCHELASTIC_USE_AGENT_STORE')!='True')
 
 # %% ../../nbs/535_virtual_cores.use.ipynb #use-virtual-cores
-def _take_place(at, n, processes):
+def _take_place(at, n, processes, hosts):
     "Be the rank at the place `at` of torchrun, if that is what is asked for"
+    if hosts not in (1, at.hosts): raise ValueError(f'torchrun has started ranks on {at.hosts} of {hosts} hosts: use_virtual_cores(processes=True) takes as many as there are')
     if n not in (None, at.n): raise ValueError(f'torchrun has started {at.n} ranks, not {n}: use_virtual_cores(processes=True) takes as many as there are')
     if not processes:
         raise RuntimeError(f'torchrun has started this process as rank {at.rank} of {at.n}, each with one core: call use_virtual_cores(processes=True)')
@@ -81,14 +90,17 @@ def _take_place(at, n, processes):
 
 def use_virtual_cores(
     n:int|None=None, # Number of devices; None: 8, or as many as torchrun has started ranks
-    processes:bool=False # Are they of a process each, as on a v5e-8, and not of this one?
+    processes:bool=False, # Are they of a process each, as on a v5e-8, and not of this one?
+    hosts:int=1 # With more than one, this script is started again by torchrun on so many hosts, with `n//hosts` processes each, and ends with that: see `rehearse`
 ):
     "Give this process, and those that it starts, `n` XLA devices on the CPU; call it before the runtime starts. Does nothing on a TPU"
     require_xla()
     check_int('n', n, at_least=1, none=True)
     check_bool('processes', processes)
+    check_int('hosts', hosts, at_least=1)
     if device_kind()=='TPU': return
-    if at := TorchrunPlace.here(): return _take_place(at, n, processes)
+    if at := TorchrunPlace.here(): return _take_place(at, n, processes or hosts>1, hosts)
+    if hosts>1: return None if 'TORCHELASTIC_RUN_ID' in os.environ else rehearse(n or 8, hosts)
     n = n or (_Run.peers.n if _Run.peers else 8)
     if not processes or n==1: return _use_threads(n)
     if runtime_started():
