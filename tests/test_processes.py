@@ -130,12 +130,21 @@ def test_learner_is_as_in_plain_fastai(pool):
         for x,y in zip(a.get_preds(with_loss=True), b.get_preds(with_loss=True)): close(x, y)
         close(a.validate(), b.validate())
 
+class Noise(ItemTransform):
+    def encodes(self, o): return o[0]+torch.randn(4), o[1]
+
 def test_workers_share_the_processors(shape):
+    "and draw what follows from the notebook's seed, whatever their ranks have drawn before"
     class Counts(Callback):
         def before_batch(self): assert len(psutil.Process().children())<=max(1, num_cpus()//N), psutil.Process().children()
-    b = learner(cbs=Counts())
-    for dl in b.dls.loaders: dl.fake_l.num_workers = 8
-    trained(b.to_tpu_distributed(), 1)
+    res = []
+    for seed in range(2):
+        get_pool().run(lambda rank: seed_all(seed))
+        b = learner(cbs=Counts())
+        b.dls.add_tfms([Noise()], 'after_item')
+        for dl in b.dls.loaders: dl.fake_l.num_workers = 8
+        res.append(numbers(trained(b.to_tpu_distributed(), 1))[2])
+    assert all(torch.equal(p, q) for p,q in zip(*res))
 
 # ---- what goes wrong
 
