@@ -24,14 +24,15 @@ from .processes import open_place, place_to_meet, process_env, take_part
 from .rehearsal import rehearse
 
 # %% ../../nbs/535_virtual_cores.use.ipynb #spawn
-def _end_with(process):
-    "Have this process end when `process`, its parent, has"
-    process.join()
-    os._exit(1)
+def _end_with_parent():
+    "Have this process end when that which has started it has, which may not be able to tell"
+    def _f():
+        parent_process().join()
+        os._exit(1)
+    threading.Thread(target=_f, daemon=True).start()
 
 def _initialize(place, rank, n):
     from torch_xla._internal import pjrt
-    threading.Thread(target=_end_with, args=(parent_process(),), daemon=True).start()
     take_part(rank, n, open_place(place))
     pjrt.initialize_multiprocess(rank, n)
 
@@ -43,7 +44,7 @@ def _run_multiprocess(stock, fn, *args, start_method='spawn', **kwargs):
     from torch_xla._internal import pjrt
     run = partial(pjrt._run_thread_per_device, local_world_size=n, fn=partial(fn, *args, **kwargs),
         initializer_fn=partial(_initialize, place_to_meet()['FASTAI_XLA_PLACE']))
-    with ProcessPoolExecutor(n, torch.multiprocessing.get_context(start_method)) as pool:
+    with ProcessPoolExecutor(n, torch.multiprocessing.get_context(start_method), _end_with_parent) as pool:
         return pjrt._merge_replica_results([o for res in pool.map(run, range(n)) for o in res.items()])
 
 # %% ../../nbs/535_virtual_cores.use.ipynb #torchrun
