@@ -38,17 +38,18 @@ def start_host(
     for o in (folder, tmp): o.mkdir(parents=True, exist_ok=True)
     env = {'OMP_NUM_THREADS': str(max(1, os.cpu_count()//(hosts*n))), **os.environ, 'TMPDIR': str(tmp), 'PYTHONPATH': os.pathsep.join(filter(None, sys.path))}
     env.update({k: str(folder/'caches'/k.split('_')[0].lower()) for k in _caches})
-    options = dict(nnodes=hosts, nproc_per_node=n, rdzv_backend='c10d', rdzv_id='run', rdzv_endpoint=endpoint, local_addr=endpoint.rpartition(':')[0], **options)
-    options['rdzv_conf'] = ','.join(filter(None, [f'is_host={i==0}', options.get('rdzv_conf')]))
+    here = dict(nnodes=hosts, nproc_per_node=n, rdzv_backend='c10d', rdzv_id='run', rdzv_endpoint=endpoint, local_addr=endpoint.rpartition(':')[0])
+    options = {**here, **options, 'rdzv_conf': ','.join(filter(None, [f'is_host={i==0}', options.get('rdzv_conf')]))}
     options = [f"--{k.replace('_','-')}={v}" for k,v in options.items()]
-    stderr = subprocess.STDOUT if stdout else None
-    return subprocess.Popen([sys.executable, '-c', _agent(os.getpid()), *options, '--no-python', *command], env=env, cwd=folder, stdout=stdout, stderr=stderr)
+    args = [sys.executable, '-c', _agent(os.getpid()), *options, '--no-python', *command]
+    return subprocess.Popen(args, env=env, cwd=folder, stdout=stdout, stderr=subprocess.STDOUT if stdout else None)
 
 # %% ../../nbs/532_virtual_cores.rehearsal.ipynb #script
 def _command(main, args):
     "What starts the program once more whose `__main__` is the module `main`"
-    if not getattr(main, '__file__', None): raise RuntimeError('Several hosts run a script, and no notebook or console, as on a slice: put the training into a file that begins with '
-        'use_virtual_cores(8, hosts=2), and start that by `python train.py`')
+    if not getattr(main, '__file__', None):
+        raise RuntimeError('Several hosts run a script, as on a slice, and this is a notebook or console: put the training into a file that begins '
+            'with use_virtual_cores(8, hosts=2), and start that by `python train.py`')
     spec = getattr(main, '__spec__', None)
     return [sys.executable, *subprocess._args_from_interpreter_flags(), *(['-m', spec.name] if spec else [os.path.abspath(main.__file__)]), *args]
 

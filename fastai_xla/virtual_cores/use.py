@@ -83,7 +83,8 @@ def join_torchrun():
 # %% ../../nbs/535_virtual_cores.use.ipynb #use-virtual-cores
 def _take_place(at, n, processes, hosts):
     "Be the rank at the place `at` of torchrun, if that is what is asked for"
-    if hosts not in (1, at.hosts): raise ValueError(f'torchrun has started ranks on {at.hosts} of {hosts} hosts: use_virtual_cores(processes=True) takes as many as there are')
+    if hosts not in (1, at.hosts):
+        raise ValueError(f'torchrun has started ranks on {at.hosts} hosts, not {hosts}: use_virtual_cores(processes=True) takes as many as there are')
     if n not in (None, at.n): raise ValueError(f'torchrun has started {at.n} ranks, not {n}: use_virtual_cores(processes=True) takes as many as there are')
     if not processes:
         raise RuntimeError(f'torchrun has started this process as rank {at.rank} of {at.n}, each with one core: call use_virtual_cores(processes=True)')
@@ -92,7 +93,7 @@ def _take_place(at, n, processes, hosts):
 def use_virtual_cores(
     n:int|None=None, # Number of devices; None: 8, or as many as torchrun has started ranks
     processes:bool=False, # Are they of a process each, as on a v5e-8, and not of this one?
-    hosts:int=1 # With more than one, this script is started again by torchrun on so many hosts, with `n//hosts` processes each, and ends with that: see `rehearse`
+    hosts:int=1 # More than one: torchrun starts this script again on so many, with `n//hosts` processes each, and it ends with that; see `rehearse`
 ):
     "Give this process, and those that it starts, `n` XLA devices on the CPU; call it before the runtime starts. Does nothing on a TPU"
     require_xla()
