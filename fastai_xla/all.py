@@ -55,6 +55,7 @@ from .virtual_cores.collectives import *
 from .virtual_cores.replicas import *
 from .virtual_cores.hosts import *
 from .virtual_cores.processes import *
+from .virtual_cores.rehearsal import *
 from .virtual_cores.use import *
 from .launch.carry import *
 from .launch.wire import *

@@ -4,6 +4,7 @@
 Each process is as any other: with an environment, a folder, a session and a `__main__` of its own, it may start the runtime, patch and be killed.
 That is sound while the process that forks has one thread and no device, which it checks. What it does at the end of its standard input: end."""
 import atexit, fcntl, gc, json, os, runpy, select, shutil, signal, socket, subprocess, sys, tempfile, threading, time
+from itertools import dropwhile
 from pathlib import Path
 from types import ModuleType
 
@@ -231,15 +232,23 @@ class Forked(subprocess.Popen):
             finally: self._waitpid_lock.release()
         return self.returncode
 
+def of_ours(args, env):
+    "Which of the programs that our package starts is `python *args`, 'pool', 'agent' or 'rank' of torchrun, if it is to be a fork?"
+    if 'FORKS' not in os.environ or (env.get('PJRT_DEVICE'), env.get('OMP_NUM_THREADS'))!=('CPU','1'): return
+    code = args[1] if args[0]=='-c' else ''
+    if 'fastai_xla.launch.replica' in code: return env.get('PYTHONPATH')==os.environ.get('PYTHONPATH') and 'pool'
+    if 'torch.distributed.run' in code: return 'agent'
+    if 'TORCHELASTIC_RUN_ID' in {*env}-{*os.environ}: return 'rank'
+
 class Warm(Forked):
-    "A `Popen` whose process is a fork if it is a pool's, in the environment of the process that forks; any other, and those where there is no such process, starts as it would"
-    outlives,is_fork = True,False
+    "A `Popen` whose process is a fork if it is `of_ours`, in the environment of the process that forks; any other, and those where there is no such process, starts as it would"
+    is_fork = None
     def _execute_child(self, args, *rest):
-        env = rest[5] or os.environ
-        is_pool = isinstance(args, list) and args[-2:-1]==['-c'] and 'fastai_xla.launch.replica' in args[-1]
-        asked = [env.get(o) for o in ('PJRT_DEVICE','OMP_NUM_THREADS','PYTHONPATH')]
-        self.is_fork = is_pool and 'FORKS' in os.environ and asked==['CPU','1',os.environ.get('PYTHONPATH')]
-        return super()._execute_child(args[-2:], *rest) if self.is_fork else super(Forked, self)._execute_child(args, *rest)
+        is_python = isinstance(args, (list,tuple)) and args[0]==sys.executable
+        after = [*dropwhile(lambda o: o[0]=='-' and o not in ('-c','-m'), map(str, args[1:]))] if is_python else []
+        self.is_fork = bool(after) and of_ours(after, rest[5] or os.environ)
+        self.outlives = self.is_fork!='rank'
+        return super()._execute_child(after, *rest) if self.is_fork else super(Forked, self)._execute_child(args, *rest)
 
     def _try_wait(self, flags): return super()._try_wait(flags) if self.is_fork else super(Forked, self)._try_wait(flags)
     def _internal_poll(self, *args, **kwargs): return super()._internal_poll(*args, **kwargs) if self.is_fork else super(Forked, self)._internal_poll(*args, **kwargs)

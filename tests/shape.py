@@ -1,8 +1,11 @@
 """The shape of the replicas that the suites run: threads of a process, or with `FASTAI_XLA_PROCESSES=1` (`make test-processes`) processes of their own.
 
 What runs on threads of the test's process by `run_replicas` then runs on a pool, so what it returns is a copy, and it must not use the device before."""
-import os
+import os, re
+from contextlib import contextmanager, redirect_stderr
 from functools import partial
+from io import StringIO
+import pytest
 
 processes = os.environ.get('FASTAI_XLA_PROCESSES')=='1'
 
@@ -16,6 +19,15 @@ def _as_here(rank, state, fn, *args):
     from fastai_xla.all import set_rng_state
     set_rng_state(state)
     return fn(rank, *args)
+
+@contextmanager
+def warns(match):
+    "As `pytest.warns`, for what a replica warns of; one in a process of its own has that written to our stderr"
+    if not processes:
+        with pytest.warns(UserWarning, match=match): yield
+        return
+    with redirect_stderr(StringIO()) as err: yield
+    assert re.search(f'UserWarning: .*{match}', err.getvalue()), err.getvalue()
 
 _n = [8]
 def use_processes(n=8, processes=True):

@@ -51,7 +51,7 @@ CASES = [ # what is called, and of its arguments the wrong values
     (StrictSteps, dict(warm=at_least_0)), (TPUTrainer, dict(batch_tfms=WRONG, fetch_every=but(0, 1.5), replay=bit)), (StepReplay, dict(on=bit, confirm=count, check_every=count), {}, dict(on='replay')),
     (StepPlans, dict(confirm=count)), (StepTracing, dict(confirm=count)),
     (one_core, dict(batch_tfms=WRONG, fetch_every=but(0, 1.5), replay=bit, strict=bit, cache=place_or_none)),
-    (use_virtual_cores, dict(n=count_or_none, processes=bit)), (run_replicas, dict(fn=WRONG, n=count_or_none), dict(fn=noop)),
+    (use_virtual_cores, dict(n=count_or_none, processes=bit, hosts=count)), (run_replicas, dict(fn=WRONG, n=count_or_none), dict(fn=noop)),
     (TPUPool, dict(n_cores=count_or_none)), (get_pool, dict(n_cores=count_or_none)), (tpu_launch, dict(fn=WRONG, n_cores=count_or_none), dict(fn=noop)),
     (sync_metric, dict(m=WRONG)), (fsdp_options, dict(fsdp=WRONG)),
     (TPUDistributedTrainer, dict(batch_tfms=WRONG, fetch_every=but(0, 1.5), sync_bn=WRONG, replay=bit)), (GradientReducer, dict(scale_lr=bit)),
@@ -122,7 +122,7 @@ SEAMS = '''start_iter DeviceDL Shipment EventTeller lengthen_lr_find run_along r
     check_room groups_by_size pieces_of read_pieces plain_dtype tensor_kind Encoder encode encode_states Decoder decode checkpoint_fault find_checkpoint
     StoreReader copy_state note_made made_as fingerprint check_differences note_config CheckpointOptions settings_of progress_file plan_goal load_weights ema_weight
     StateRestorer FitResumer hlo_message compile_options ProgramReport tpu_advice trace_phase StepReports TPUReport scope_of step_times meter_row meter_line
-    speed_text MeterSums MeterRates ProfiledSteps plot_steps time_fit gloo_device device_span host_span HostShare host_pieces HostDraws assemble
+    speed_text MeterSums MeterRates ProfiledSteps plot_steps time_fit gloo_device start_host rehearse device_span host_span HostShare host_pieces HostDraws assemble
     part_of collect_parts write_by_hosts write_pieces write_state write_progress MeshTrainer'''.split()
 
 def options(f):

@@ -3,6 +3,7 @@ from functools import lru_cache, wraps
 import pytest
 from fastai_xla.virtual_cores import run_replicas, use_virtual_cores
 use_virtual_cores(4)
+from shape import processes, warns
 from synth import *
 from metric_cases import CASES, USER_CASES, Confusion, Scale, metric_learner, metric_values
 import fastai.metrics, timm.data
@@ -161,7 +162,7 @@ def test_batchnorm_of_the_global_batch(model):
 
 def test_batchnorm_of_the_global_batch_evens_out():
     "sync_bn=True: of 54 samples 52 make full or equal steps, and that is said"
-    with pytest.warns(UserWarning, match='2 samples of each epoch are left out: with `sync_bn=True`'):
+    with warns('2 samples of each epoch are left out: with `sync_bn=True`'):
         got = on_ranks(fitted, bn_net, dict(sync_bn=True), bs=B, n=54, drop_last=False)
     assert len(got[0]['losses'])==8
     assert_alike(got[0], got)
@@ -604,26 +605,27 @@ def test_load_of_a_file_that_was_there():
 class SteadyCounts(Callback):
     "What XLA does on all ranks in each epoch's training batches. A device can be waited for when all ranks have launched what it runs"
     order,run_valid = 200,False
-    def __init__(self, barrier): self.barrier = barrier
+    def __init__(self, wait): self.wait = wait
     def before_fit(self): self.counts = []
     def _now(self):
-        self.barrier.wait()
+        self.wait()
         xm.wait_device_ops()
         res = xla_counts()
-        self.barrier.wait()
+        self.wait()
         return res
     def before_train(self): self.start = self._now()
     def after_batch(self):
         if self.iter==self.n_iter-1: self.counts.append(self._now()-self.start)
 
-@pytest.mark.parametrize('mk', [net, bn_net])
-def test_steady_state(mk):
-    "After the first epoch nothing is compiled and nothing is read from the device in a training batch"
-    host_barrier = threading.Barrier(N, timeout=60)
+@pytest.mark.parametrize('mk,collectives', [(net, 2), (bn_net, 2)])
+def test_steady_state(mk, collectives):
+    "After the first epoch nothing is compiled and nothing is read from the device in a training batch, but for the collectives of processes: each cuts the graph and is read"
+    wait = noop if processes else threading.Barrier(N, timeout=60).wait # counts are a process's
     @quiet
     def f(learn):
-        cb = SteadyCounts(host_barrier)
+        cb = SteadyCounts(wait)
         learn.fit(3, 1e-2, cbs=cb)
         return cb.counts,len(learn.recorder.losses)//3
     for counts,n in on_ranks(f, mk, dict(fetch_every=1e9), bs=B, n=80, opt_func=Adam):
-        for c in counts[1:]: assert (c.compiles, c.reads, c.fallbacks, c.executions)==(0, 0, {}, n*N)
+        reads,executions = (n*collectives, n*(1+collectives)) if processes else (0, n*N)
+        for c in counts[1:]: assert (c.compiles, c.reads, c.fallbacks, c.executions)==(0, reads, {}, executions)

@@ -154,11 +154,12 @@ class Bytes(Callback):
         self.n,self.shapes = sum(p.numel() for p in ps),{v.shape==p.shape for p in ps for v in self.opt.state[p].values() if isinstance(v, torch.Tensor)}
 
 def test_each_rank_has_its_part():
-    cb,wide = [Bytes() for _ in range(N)],lambda: nn.Sequential(nn.Linear(6,512), nn.Sequential(nn.Sequential(nn.Linear(512,512), nn.ReLU())), nn.Linear(512,3))
-    def f(learn): learn.fit(1, 1e-2, cbs=cb[rank()])
-    on_ranks(f, model=wide, splitter=trainable_params)
+    wide = lambda: nn.Sequential(nn.Linear(6,512), nn.Sequential(nn.Sequential(nn.Linear(512,512), nn.ReLU())), nn.Linear(512,3))
+    def f(learn):
+        learn.fit(1, 1e-2, cbs=(cb := Bytes()))
+        return cb.n,cb.shapes=={True}
     whole = sum(p.numel() for p in wide().parameters())
-    for o in cb: assert o.n<=whole/N*1.05 and o.shapes=={True}
+    for _,(n,alike) in on_ranks(f, model=wide, splitter=trainable_params): assert n<=whole/N*1.05 and alike
 
 def test_refused():
     def tied():

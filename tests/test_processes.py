@@ -1,5 +1,5 @@
 "A process for each virtual core: the shape of a v5e-8, with the collectives of three processes against values by hand, and what goes wrong between them."
-import os, signal, time
+import os, signal, subprocess, time
 import psutil, pytest
 from fastai.vision.all import *
 from fastai.callback.all import *
@@ -7,6 +7,7 @@ from fastai_xla.all import *
 for o in [o for o in globals() if o.startswith('test')]: del globals()[o]  # fastai's, which pytest would collect
 from fastai_xla.launch import get_pool, LaunchError
 from torch_xla._internal import pjrt
+from forks import Forked
 from fresh import run
 from test_distributed import learner, same_state, close, B
 
@@ -130,12 +131,21 @@ def test_learner_is_as_in_plain_fastai(pool):
         for x,y in zip(a.get_preds(with_loss=True), b.get_preds(with_loss=True)): close(x, y)
         close(a.validate(), b.validate())
 
+class Noise(ItemTransform):
+    def encodes(self, o): return o[0]+torch.randn(4), o[1]
+
 def test_workers_share_the_processors(shape):
+    "and draw what follows from the notebook's seed, whatever their ranks have drawn before"
     class Counts(Callback):
         def before_batch(self): assert len(psutil.Process().children())<=max(1, num_cpus()//N), psutil.Process().children()
-    b = learner(cbs=Counts())
-    for dl in b.dls.loaders: dl.fake_l.num_workers = 8
-    trained(b.to_tpu_distributed(), 1)
+    res = []
+    for seed in range(2):
+        get_pool().run(lambda rank: seed_all(seed))
+        b = learner(cbs=Counts())
+        b.dls.add_tfms([Noise()], 'after_item')
+        for dl in b.dls.loaders: dl.fake_l.num_workers = 8
+        res.append(numbers(trained(b.to_tpu_distributed(), 1))[2])
+    assert all(torch.equal(p, q) for p,q in zip(*res))
 
 # ---- what goes wrong
 
@@ -191,19 +201,35 @@ def test_learner_is_as_on_threads(pool, monkeypatch):
     get_pool(N).close()
 
 script = '''
-import torch, torch_xla, torch_xla.core.xla_model as xm, torch_xla.runtime as xr
+import os, sys, time, torch, torch_xla, torch_xla.core.xla_model as xm, torch_xla.runtime as xr
 from fastai_xla.virtual_cores import *
 def f(rank):
     print(f"{rank} {xr.world_size()} {xm.all_reduce('sum', torch.tensor([rank]).to('xla')).item()}", flush=True)
+    if sys.argv[1]=='fork':
+        print(os.getpid(), flush=True)
+        if rank==0: time.sleep(600)
+        return
     if rank==1: raise ValueError('boom')
     xm.rendezvous('x')
 if __name__=='__main__':
     use_virtual_cores(2, processes=True)
-    torch_xla.launch(f)
+    torch_xla.launch(f, start_method=sys.argv[1])
 '''
 
 def test_launcher_of_torch_xla(tmp_path):
     (tmp_path/'train.py').write_text(script)
-    res = run(tmp_path/'train.py', CPU_NUM_DEVICES=None)
+    res = run(tmp_path/'train.py', 'spawn', CPU_NUM_DEVICES=None)
     assert sorted(res.stdout.splitlines())==['0 2 1', '1 2 1'], res.stderr
     assert res.returncode==1 and 'which raised ValueError: boom' in res.stderr
+
+def test_launcher_of_torch_xla_is_killed(tmp_path):
+    "its processes end, one at work and one idle, though nobody tells them"
+    (tmp_path/'train.py').write_text(script)
+    env = {k: v for k,v in os.environ.items() if k!='CPU_NUM_DEVICES'}
+    with Forked([tmp_path/'train.py', 'fork'], env=env, stdout=subprocess.PIPE, text=True) as p:
+        pids = [int(o) for o in (p.stdout.readline() for _ in range(4)) if len(o.split())==1]
+        assert len(pids)==2 and all(map(psutil.pid_exists, pids))
+        p.kill()
+    until = time.time()+20
+    while any(map(psutil.pid_exists, pids)) and time.time()<until: time.sleep(.05)
+    assert not any(map(psutil.pid_exists, pids))

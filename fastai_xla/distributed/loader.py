@@ -43,7 +43,7 @@ class AgreedDL(XLADL):
 
     def _own_draws(self):
         "The body draws from the random state of this rank, which other replicas in this process leave alone meanwhile"
-        return rng_lock if self._owns_state else kept_rng(self.seed+self.rank)
+        return kept_rng(self.seed+self.rank) if self.rank else rng_lock
 
     def _main_order(self):
         "On the main rank: what the ranks must agree on"

@@ -4,4 +4,5 @@ from .collectives import *
 from .replicas import *
 from .hosts import *
 from .processes import *
+from .rehearsal import *
 from .use import *

@@ -24,6 +24,7 @@ class TorchrunPlace:
     local_rank:int
     local_n:int # Ranks on this host
     host:int # Number of this host
+    hosts:int=1 # How many there are
 
     @classmethod
     def here(cls,
@@ -32,7 +33,7 @@ class TorchrunPlace:
         "The place of this process; None where torchrun has not started it as one of several, or where it has taken its place"
         env = os.environ if env is None else env
         if 'TORCHELASTIC_RUN_ID' not in env or int(env.get('WORLD_SIZE', 1))==1: return None
-        return cls(*[int(env[k]) for k in ('RANK','WORLD_SIZE','LOCAL_RANK','LOCAL_WORLD_SIZE','GROUP_RANK')])
+        return cls(*[int(env[k]) for k in ('RANK','WORLD_SIZE','LOCAL_RANK','LOCAL_WORLD_SIZE','GROUP_RANK','GROUP_WORLD_SIZE')])
 
 # %% ../../nbs/525_virtual_cores.hosts.ipynb #attempt
 def _attempt(

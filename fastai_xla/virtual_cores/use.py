@@ -8,9 +8,10 @@ Docs: https://fastai-xla.github.io/fastai_xla/virtual_cores.use.html.md"""
 __all__ = ['join_torchrun', 'use_virtual_cores']
 
 # %% ../../nbs/535_virtual_cores.use.ipynb #imports
-import atexit, os, sys
+import atexit, os, sys, threading
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import parent_process
 import torch, torch.distributed as dist
 from ..runtime.device import device_kind, n_processes, require_xla, runtime_started, torch_xla, xla_device, xr
 from ..runtime.args import check_bool, check_int
@@ -20,8 +21,16 @@ from .collectives import _Run
 from .hosts import TorchrunPlace, _address_towards, _attempt
 from .replicas import _begin, _SpawnFn, _use_threads
 from .processes import open_place, place_to_meet, process_env, take_part
+from .rehearsal import rehearse
 
 # %% ../../nbs/535_virtual_cores.use.ipynb #spawn
+def _end_with_parent():
+    "Have this process end when that which has started it has, which may not be able to tell"
+    def _f():
+        parent_process().join()
+        os._exit(1)
+    threading.Thread(target=_f, daemon=True).start()
+
 def _initialize(place, rank, n):
     from torch_xla._internal import pjrt
     take_part(rank, n, open_place(place))
@@ -35,7 +44,7 @@ def _run_multiprocess(stock, fn, *args, start_method='spawn', **kwargs):
     from torch_xla._internal import pjrt
     run = partial(pjrt._run_thread_per_device, local_world_size=n, fn=partial(fn, *args, **kwargs),
         initializer_fn=partial(_initialize, place_to_meet()['FASTAI_XLA_PLACE']))
-    with ProcessPoolExecutor(n, torch.multiprocessing.get_context(start_method)) as pool:
+    with ProcessPoolExecutor(n, torch.multiprocessing.get_context(start_method), _end_with_parent) as pool:
         return pjrt._merge_replica_results([o for res in pool.map(run, range(n)) for o in res.items()])
 
 # %% ../../nbs/535_virtual_cores.use.ipynb #torchrun
@@ -72,8 +81,10 @@ def join_torchrun():
     atexit.register(_leave, os.getpid(), at.rank==0 and os.environ.get('TORCHELASTIC_USE_AGENT_STORE')!='True')
 
 # %% ../../nbs/535_virtual_cores.use.ipynb #use-virtual-cores
-def _take_place(at, n, processes):
+def _take_place(at, n, processes, hosts):
     "Be the rank at the place `at` of torchrun, if that is what is asked for"
+    if hosts not in (1, at.hosts):
+        raise ValueError(f'torchrun has started ranks on {at.hosts} hosts, not {hosts}: use_virtual_cores(processes=True) takes as many as there are')
     if n not in (None, at.n): raise ValueError(f'torchrun has started {at.n} ranks, not {n}: use_virtual_cores(processes=True) takes as many as there are')
     if not processes:
         raise RuntimeError(f'torchrun has started this process as rank {at.rank} of {at.n}, each with one core: call use_virtual_cores(processes=True)')
@@ -81,14 +92,17 @@ def _take_place(at, n, processes):
 
 def use_virtual_cores(
     n:int|None=None, # Number of devices; None: 8, or as many as torchrun has started ranks
-    processes:bool=False # Are they of a process each, as on a v5e-8, and not of this one?
+    processes:bool=False, # Are they of a process each, as on a v5e-8, and not of this one?
+    hosts:int=1 # More than one: torchrun starts this script again on so many, with `n//hosts` processes each, and it ends with that; see `rehearse`
 ):
     "Give this process, and those that it starts, `n` XLA devices on the CPU; call it before the runtime starts. Does nothing on a TPU"
     require_xla()
     check_int('n', n, at_least=1, none=True)
     check_bool('processes', processes)
+    check_int('hosts', hosts, at_least=1)
     if device_kind()=='TPU': return
-    if at := TorchrunPlace.here(): return _take_place(at, n, processes)
+    if at := TorchrunPlace.here(): return _take_place(at, n, processes or hosts>1, hosts)
+    if hosts>1: return None if 'TORCHELASTIC_RUN_ID' in os.environ else rehearse(n or 8, hosts)
     n = n or (_Run.peers.n if _Run.peers else 8)
     if not processes or n==1: return _use_threads(n)
     if runtime_started():
