@@ -155,7 +155,7 @@ def test_demo_trains(demo):
 def test_demo_trains_on_all_cores(tmp_path):
     res = cli('demo', '--cores', '8', '--epochs', '1', '--out', tmp_path, XLA_FLAGS='--xla_backend_optimization_level=1')
     assert res.returncode == 0, res.stdout + res.stderr
-    acc, = re.findall(r'gives 359 of 359 predictions the same.*\nDone: ([\d.]+)% of 359 held-out digits right, 1 epochs in \d+ s on 8 CPU cores', res.stdout)
+    acc, = re.findall(r'gives 359 of 359 predictions the same.*\nDone: ([\d.]+)% of 359 held-out digits right, 1 epoch in \d+ s on 8 virtual CPU cores', res.stdout)
     assert float(acc) > 30 and (tmp_path/'curves.png').exists(), res.stdout
 
 def test_demo_is_on_one_core_and_then_on_all(tmp_path, monkeypatch):
