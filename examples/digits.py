@@ -116,4 +116,4 @@ def main(
     print(f"Without XLA  plain fastai loads digits.pkl and gives {same} of {len(probs)} predictions the same, "
           f"probabilities within {(again-probs).abs().max():.0e}")
     print(f"Done: {(probs.argmax(1)==targs).float().mean():.2%} of {len(targs)} held-out digits right, "
-          f"{epochs} epochs in {secs:.0f} s on {cores} {device_kind()} core{'' if cores==1 else 's'}")
+          f"{epochs} epoch{'s'*(epochs!=1)} in {secs:.0f} s on {cores} {'virtual '*(cores>1 and device_kind()=='CPU')}{device_kind()} core{'s'*(cores!=1)}")

@@ -107,5 +107,6 @@ from .monitor.compile import *
 from .monitor.nan_guard import *
 from .monitor.rates import *
 from .monitor.meter import *
+from .monitor.speed import *
 from .monitor.profile import *
 from .monitor.norm_meter import *

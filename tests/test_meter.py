@@ -6,6 +6,7 @@ import pytest
 from synth import *
 from fastai_xla.runtime.device import xm
 from fastai_xla.monitor.rates import ClockTimes
+from fastai_xla.monitor.meter import BarLine
 from fresh import repo as here, run_ok
 
 class Ticks:
@@ -76,14 +77,15 @@ def test_its_line(capsys):
     lines = [o for o in capsys.readouterr().out.splitlines() if 'samples/s' in o]
     assert len(lines)==2 and re.fullmatch(r'\S+ samples/s; a step \S+ ms: device \S+, host \S+, waits for input \d+%; 48 samples in \S+ core hours; compiled for \S+ s, \d+ s left', lines[0])
     assert 'left' not in lines[1] and 'samples/s' not in (fit(learn, 1, cbs=TPUMeter()), capsys.readouterr().out)[1]
-    with learn.no_logging(): learn.fit(1, cbs=[meter := TPUMeter(), Look()])
-    assert Look.seen and all(re.fullmatch(r'[\d.]* \| \S+ samples/s, waits \d+%', o) for o in Look.seen)
+    with learn.no_logging(): learn.fit(1, cbs=[meter := TPUMeter(), look := Look()])
+    assert look.seen and all(re.fullmatch(r'[\d.]* \| \S+ samples/s, waits \d+%, \d+ s left', o) for o in look.seen)
 
 def spoken(out): return [o for o in out.replace('\r', '\n').splitlines() if 'waits for input' in o]
 
 @pytest.fixture
 def ticks(monkeypatch):
-    monkeypatch.setattr('fastai_xla.monitor.meter.read_clocks', Ticks())
+    monkeypatch.setattr('fastai_xla.monitor.speed.read_clocks', Ticks())
+    monkeypatch.setattr(BarLine, 'every', float('inf'))
     monkeypatch.setattr('fastai_xla.data.loader.time', SimpleNamespace(perf_counter=lambda: 0.)) # by which no batch is waited for
 
 def test_speed_without_a_callback(capsys, ticks):
@@ -91,14 +93,30 @@ def test_speed_without_a_callback(capsys, ticks):
     learn = mlp_learner().to_tpu()
     cbs = list(learn.cbs)
     learn.fit(2, 1e-2)
-    assert spoken(capsys.readouterr().out)==['24 samples/s, waits for input 0%, compiled for 0.0 s']
+    assert spoken(capsys.readouterr().out)==['24 samples/s; a step 333.3 ms: device 250, host 166.7, waits for input 0%; compiled for 0.0 s']
     rows = learn.training_speed.frame
     assert [*rows.samples]==['48','96'] and [*rows.samples_per_sec]==['24','24'] and [*rows.step_ms]==['333.3','333.3'] and list(learn.cbs)==cbs
     assert [*learn.recorder.metric_names]==['epoch','train_loss','valid_loss','accuracy','time'], "fastai's table is as it was"
 
+BESIDE = r'[\d.]* \| [\d.e+]+ samples/s(, waits \d+%)?, \d+ s left'
+
+def test_speed_in_the_bar(monkeypatch, tmp_path):
+    "Beside the loss, and beside a graph; of an epoch in which a checkpoint passes over batches, from where it goes on"
+    monkeypatch.setattr(BarLine, 'every', 0.)
+    learn = mlp_learner().to_tpu(fetch_every=0)
+    learn.fit(1, cbs=[look := Look(), ShowGraphCallback()])
+    assert len(look.seen)==6 and all(re.fullmatch(BESIDE, o) for o in look.seen), look.seen
+    assert 'after_batch' not in vars(learn.progress), 'given back'
+    with pytest.raises(Killed): fit(mlp_learner().to_tpu(), 1, cbs=[TPUCheckpoint(tmp_path, every=1), Kill(3)])
+    learn = mlp_learner().to_tpu(fetch_every=0)
+    learn.fit(1, cbs=[look := Look(), resume_from(tmp_path, every=1)])
+    assert [len(o.split(' | ')) for o in look.seen]==[1,2,2] and all(re.fullmatch(BESIDE, o) for o in look.seen[1:]), look.seen
+    assert not len(learn.training_speed), 'no row for half an epoch'
+
 def test_speed_is_quiet(capsys):
     learn = mlp_learner().to_tpu()
     with learn.no_bar(): learn.fit(1)
+    assert len(spoken(capsys.readouterr().out))==1, 'the line at the end'
     with learn.no_logging(): learn.fit(1)
     learn.lr_find(num_it=8, show_plot=False)
     plain = mlp_learner()
@@ -142,15 +160,31 @@ def test_speed_in_a_pool():
         from fastai.test_utils import synth_learner
         from fastai_xla.all import *
         learn = synth_learner(n_trn=4).to_tpu_distributed(n_cores=2)
-        learn.fit(2)
+        from fastai.basics import Callback
+        from fastai.callback.progress import ShowGraphCallback
+        class Quick(Callback):
+            def before_fit(self):
+                from fastai_xla.monitor.meter import BarLine
+                BarLine.every = 0.
+        class Watch(ShowGraphCallback):
+            def before_fit(self): self.seen,self.nb_batches = [],[]
+            def before_batch(self): self.seen.append(self.progress.pbar.comment)
+            def after_epoch(self): pass
+        learn.fit(2, cbs=[watch := Watch(), Quick()])
         print('rows', *learn.training_speed.frame.samples)
-        with learn.no_bar(): learn.fit(1)""", **child)
-    line, = spoken(out)
-    assert re.fullmatch(r'\S+ samples/s \(\S+ a core\), waits for input \d+%, compiled for \d+\.\d s', line) and 'rows 64 128' in out
+        print('seen', *watch.seen, sep='\\n')
+        learn.fit(1, cbs=[watch := Watch(), Quick(), TPUMeter()])
+        print('seen', *watch.seen, sep='\\n')
+        with learn.no_logging(): learn.fit(1)""", '-W', 'error:You are shadowing', **child)
+    line,_ = spoken(out)
+    assert re.fullmatch(r'\S+ samples/s \(\S+ a core\); a step \S+ ms: device \S+, host \S+, waits for input \d+%; compiled for \d+\.\d s', line) and 'rows 64 128' in out
+    said = [o for part in out.split('\nseen\n')[1:] for o in part.splitlines()[:4] if ' | ' in o[:20]]
+    assert [bool(re.fullmatch(BESIDE, o)) for o in said]==[True,True,False] and ' a core), waits' in said[2], said
 
 class Look(Callback):
     "The comments that the bar had"
-    order,seen = 200,[]
+    order = 200
+    def before_fit(self): self.seen = []
     def after_batch(self):
         if self.training: self.seen.append(self.progress.pbar.comment)
 

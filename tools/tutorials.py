@@ -1,5 +1,6 @@
-"Run the guide, the tutorials and the notebooks for platforms from top to bottom and store their outputs, without warnings and what else names the machine: `make tutorials`."
-import re, sys, tempfile
+"""Run the guide, the tutorials and the notebooks for platforms from top to bottom and store their outputs, without warnings and what else names
+the machine; says how long each took: `make tutorials`."""
+import re, sys, tempfile, time
 from pathlib import Path
 
 import nbformat
@@ -20,4 +21,10 @@ def run(path):
     nbformat.write(nb, path)
 
 if __name__ == '__main__':
-    for path in map(Path, sys.argv[1:] or [p for o in ('guide','tutorials','platforms') for p in sorted((nbs/o).glob('*.ipynb'))]): run(path)
+    seconds = {}
+    for path in map(Path, sys.argv[1:] or [p for o in ('guide','tutorials','platforms') for p in sorted((nbs/o).glob('*.ipynb'))]):
+        start = time.monotonic()
+        run(path)
+        seconds[f'{path.parent.name}/{path.stem}'] = time.monotonic()-start
+        print(f'{path}: {time.monotonic()-start:.0f} s', flush=True)
+    print('\n| notebook | seconds |\n|---|---|', *[f'| {k} | {v:.0f} |' for k,v in {**seconds, 'all': sum(seconds.values())}.items()], sep='\n')

@@ -144,7 +144,7 @@ class TPUPoolTrainer(XLACallback):
 
     def _unpack(self, packed, shipment):
         home = unpack_home(self.learn, packed, shipment.known)
-        if shipment.phase=='fit': self.replay = home.replay
+        if shipment.phase=='fit': vars(self).update(replay=home.replay) # fastai warns of an attribute that a Learner has too
 
     def _prepare(self):
         "Tell the callbacks that stay here that a fit begins"

@@ -49,7 +49,8 @@ def unpicklable_error(
 ):
     "The error for what pickle refused with `e`, which says where it is"
     name,e = find_unpicklable(named) or ('a result', e)
-    return TypeError(f"{name} cannot be sent to or from a replica: {type(e).__name__}: {e}. Leave it out, or create it inside the function")
+    return TypeError(f"{name} cannot be sent to or from a replica: {type(e).__name__}: {e}. "
+        "Leave it out, or create it there: inside the function, or in a callback's `before_fit`")
 
 # %% ../../nbs/550_launch.wire.ipynb #errors
 class LaunchError(RuntimeError):

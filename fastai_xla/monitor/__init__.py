@@ -11,5 +11,6 @@ from .compile import *
 from .nan_guard import *
 from .rates import *
 from .meter import *
+from .speed import *
 from .profile import *
 from .norm_meter import *

@@ -6,7 +6,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/monitor.rates.html.md"""
 
 # %% auto #0
 __all__ = ['ClockTimes', 'read_clocks', 'step_times', 'batch_flops', 'peak_flops_of', 'kind_of', 'MeterRow', 'meter_row',
-           'speed_text', 'meter_line']
+           'speed_text', 'seconds_left', 'left_text', 'fit_line', 'meter_line']
 
 # %% ../../nbs/950_monitor.rates.ipynb #imports
 import os, time
@@ -128,9 +128,32 @@ def speed_text(
     a_core = f' ({r.samples_per_core:.4g} a core)' if n_cores>1 else ''
     return f'{r.samples_per_sec:.4g} samples/s{a_core}'
 
-def _left(secs):
-    if secs is None: return ''
-    return ', ' + (f'{secs/3600:.1f} hours' if secs>=5400 else f'{secs/60:.0f} min' if secs>=90 else f'{secs:.0f} s') + ' left'
+def seconds_left(
+    learn, # A Learner in training
+    step:float, # Seconds that a step takes
+    valid:float=0., # Seconds that a validation takes
+):
+    "Seconds until its fit ends"
+    n = learn.n_epoch-learn.epoch
+    return (n*learn.n_iter-learn.iter-1)*step + n*valid
+
+def left_text(
+    secs:float, # Until a fit ends
+):
+    "`secs` in words"
+    return (f'{secs/3600:.1f} hours' if secs>=5400 else f'{secs/60:.0f} min' if secs>=90 else f'{secs:.0f} s') + ' left'
+
+def _parts(r, n_cores):
+    more = [f'MFU {r.mfu:.0%}'] if r.mfu is not None else []
+    if r.memory is not None: more.append(f'{size_text(r.memory)} of memory')
+    return [speed_text(r, n_cores), f'a step {r.step_ms:.4g} ms: device {r.device_ms:.4g}, host {r.host_ms:.4g}, waits for input {r.input_wait:.0%}', *more]
+
+def fit_line(
+    r:MeterRow, # Of a fit
+    n_cores:int, # That share a step
+):
+    "How fast a fit was, as a line of text"
+    return '; '.join([*_parts(r, n_cores), f'compiled for {r.compile_secs:.1f} s'])
 
 def meter_line(
     r:MeterRow, # Of an epoch
@@ -138,7 +161,5 @@ def meter_line(
     left:float|None=None, # Seconds until the fit ends
 ):
     "A row as a line of text"
-    more = [f'MFU {r.mfu:.0%}'] if r.mfu is not None else []
-    if r.memory is not None: more.append(f'{size_text(r.memory)} of memory')
-    return (f"{speed_text(r, n_cores)}; a step {r.step_ms:.4g} ms: device {r.device_ms:.4g}, host {r.host_ms:.4g}, waits for input {r.input_wait:.0%}; "
-        + ''.join(f'{o}; ' for o in more) + f"{r.samples} samples in {r.core_hours:.3g} core hours; compiled for {r.compile_secs:.1f} s{_left(left)}")
+    taken = f'{r.samples} samples in {r.core_hours:.3g} core hours', f'compiled for {r.compile_secs:.1f} s'
+    return '; '.join([*_parts(r, n_cores), *taken]) + (f', {left_text(left)}' if left is not None else '')

@@ -78,7 +78,8 @@ class XLAStats(Callback):
         n = len(vars(self).get('steps', ()))
         if n<=self.warm: return super().__repr__()
         f = self.first
-        head = f"first {self.warm} steps: {f['compiles']} graphs compiled in {f['compile_seconds']:.1f} s; each of the {n-self.warm} steps after:"
+        graphs = f"{f['compiles']} graph{'s'*(f['compiles']!=1)}"
+        head = f"first {self.warm} steps: {graphs} compiled in {f['compile_seconds']:.1f} s; each of the {n-self.warm} steps after:"
         return f'{head}\n{self.table}{self.again}'
 
 # %% ../../nbs/860_monitor.stats.ipynb #train-batches
