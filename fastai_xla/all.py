@@ -90,6 +90,7 @@ from .checkpoint.resume import *
 from .recipes.ema import *
 from .recipes.clip import *
 from .recipes.groups import *
+from .recipes.eval_every import *
 from .monitor.stats import *
 from .monitor.plan import *
 from .monitor.scopes import *

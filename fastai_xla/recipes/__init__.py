@@ -2,3 +2,4 @@
 from .ema import *
 from .clip import *
 from .groups import *
+from .eval_every import *

@@ -8,6 +8,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/recipes.ema.html.md"""
 __all__ = ['ema_weight', 'move_average', 'Averages', 'check_averages', 'EMACallback']
 
 # %% ../../nbs/851_recipes.ema.ipynb #imports
+from contextlib import contextmanager
 import torch
 from fastai.basics import Callback, Recorder
 from fastcore.all import store_attr
@@ -147,6 +148,15 @@ class EMACallback(Averages):
         self._swap()
         for cb in self.learn._grab_cbs(TPUDistributedTrainer): sync_running_stats(self.model, cb.sync_bn)
         if not self.validate: self._swap()
+
+    @contextmanager
+    def in_use(self):
+        "A context in which the model has what is validated: the averages, unless `validate=False`"
+        swaps = self.validate and self.n is not None and not self.averaged
+        if swaps: self._swap()
+        try: yield
+        finally:
+            if swaps: self._swap()
 
     def after_fit(self):
         if self.n is None: return
