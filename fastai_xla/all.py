@@ -91,6 +91,8 @@ from .recipes.ema import *
 from .recipes.clip import *
 from .recipes.groups import *
 from .recipes.eval_every import *
+from .recipes.mixture import *
+from .recipes.splits import *
 from .monitor.stats import *
 from .monitor.plan import *
 from .monitor.scopes import *
