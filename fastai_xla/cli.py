@@ -165,8 +165,7 @@ def _plan(args):
     p.add_argument('--num_classes', type=_count, default=1000, help='(default: 1000)')
     p.add_argument('--opt', default='adam', choices=('adam','sgd','none'), help="for the optimizer's state")
     for o in ('grad_ckpt','scan'): p.add_argument(f'--{o}', action='store_true', help='as of `to_tpu_sharded`')
-    p.add_argument('--bf16', action='store_true', help='as by `to_bf16`')
-    p.add_argument('--ema', action='store_true', help='with averages by `EMACallback`')
+    for o,by in dict(bf16='as by `to_bf16`', ema='with averages by `EMACallback`').items(): p.add_argument(f'--{o}', action='store_true', help=by)
     p.add_argument('--mfu', type=_part, default=.4, help='part of the peak speed (default: 0.4)')
     a = p.parse_args(args)
     from fastai_xla.monitor.plan import plan_training

@@ -86,6 +86,15 @@ class Averages(Callback):
         self.averaged = not self.averaged
         for cb in self.learn._grab_cbs(OnDevice): cb.note_weights()
 
+    @contextmanager
+    def in_use(self):
+        "A context in which the model has what is validated: the averages, unless `validate=False`"
+        swaps = self.validate and self.n is not None and not self.averaged
+        if swaps: self._swap()
+        try: yield
+        finally:
+            if swaps: self._swap()
+
 # %% ../../nbs/851_recipes.ema.ipynb #check
 def check_averages(
     learn, # A Learner with an `EMACallback`, whose fit begins
@@ -148,15 +157,6 @@ class EMACallback(Averages):
         self._swap()
         for cb in self.learn._grab_cbs(TPUDistributedTrainer): sync_running_stats(self.model, cb.sync_bn)
         if not self.validate: self._swap()
-
-    @contextmanager
-    def in_use(self):
-        "A context in which the model has what is validated: the averages, unless `validate=False`"
-        swaps = self.validate and self.n is not None and not self.averaged
-        if swaps: self._swap()
-        try: yield
-        finally:
-            if swaps: self._swap()
 
     def after_fit(self):
         if self.n is None: return

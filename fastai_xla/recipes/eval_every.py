@@ -20,7 +20,8 @@ from ..data.rng import rng_state, set_rng_state
 from ..models.norms import running_stats
 from ..train.state import copy_apart, is_display, is_ours
 from ..train.strict import StrictSteps
-from ..train.on_device import OnDevice, stock_metric
+from ..train.on_device import stock_metric
+from ..train.trainer import TPUTrainer
 from ..distributed.trainer import sync_running_stats, TPUDistributedTrainer
 from .ema import EMACallback
 
@@ -68,14 +69,14 @@ def _averaged_stats(learn):
 def _takes_part(cb):
     "Does `cb` take part in a validation beside the training?"
     if is_display(cb) or isinstance(cb, (Recorder,TrackerCallback)) or getattr(cb, 'adds_columns', False): return False
-    return isinstance(cb, (OnDevice,StrictSteps)) or not is_ours(cb)
+    return isinstance(cb, (TPUTrainer,StrictSteps)) or not is_ours(cb)
 
 def _validate(learn, dl):
     cbs,rec = learn.cbs.filter(_takes_part),Recorder(add_time=False)
     with ExitStack() as stack:
         for cb in learn._grab_cbs(EMACallback): stack.enter_context(cb.in_use())
         for o in (_averaged_stats(learn), _kept_modes(learn.model), _kept_draws()): stack.enter_context(o)
-        stack.enter_context(_kept_attrs(learn, *cbs.filter(lambda o: not isinstance(o, (OnDevice,StrictSteps)))))
+        stack.enter_context(_kept_attrs(learn, *cbs.filter(lambda o: not isinstance(o, (TPUTrainer,StrictSteps)))))
         rec.learn,rec.log = learn,L()
         vars(learn).pop('smooth_loss', None)
         vars(learn).update(cbs=cbs+[rec], recorder=rec, _metrics=copy_apart(learn, learn.metrics.map(stock_metric)))
@@ -88,7 +89,7 @@ def validate_beside(
 ):
     "What `learn.validate(dl=dl)` would return, in the middle of a training, which goes on as if nothing had been"
     f = partial(_validate, learn, dl)
-    for cb in learn._grab_cbs(OnDevice): f = partial(cb.beside, f)
+    for cb in learn._grab_cbs(TPUTrainer): f = partial(cb.beside, f)
     return f()
 
 # %% ../../nbs/854_recipes.eval_every.ipynb #not-due

@@ -59,7 +59,8 @@ def _check_alike(dls):
     for i,dl in enumerate(o.train for o in dls):
         stock = (type(dl).create_item,type(dl).create_batch)==(DataLoader.create_item,DataLoader.create_batch)
         if not (isinstance(dl, TfmdDL) and in_samples(dl) and stock):
-            raise TypeError(f"`mixture` draws samples one by one, and {type(dl).__name__} composes batches of its own: use loaders of items, as those of a `DataBlock` are.")
+            raise TypeError(f"`mixture` draws samples one by one, and {type(dl).__name__} composes batches of its own: "
+                "use loaders of items, as those of a `DataBlock` are.")
         for what,f in dict(classes=lambda o: getattr(o.dataset, 'vocab', None), transforms=_tfms).items():
             if repr(f(dl))!=repr(f(dls[0].train)):
                 raise ValueError(f"The {what} of dls[{i}] are not those of dls[0]: {f(dl)} and {f(dls[0].train)}. Make both with the same ones.")

@@ -27,7 +27,6 @@ from .move import HostValues, move_learner, opt_states, placed_tensors, Renewal
 from .optimizer import lend_step
 from .meters import device_metric, DeviceMetric, HostQueue, PendingLoss
 from .stand_ins import lend_stand_ins
-from .capture import StepTracer
 from .replay import StepReplay
 
 # %% ../../nbs/470_train.on_device.ipynb #meters
@@ -218,13 +217,6 @@ class OnDevice(DevicePhases):
         self.learn.dl = self._loader(self.dl, batch_tfms=self.batch_tfms, pad=pad, pad_text=pads_text(self.model), look=self._range_look(), on_end=self.release)
 
     def _loader(self, dl, **kwargs): return XLADL(dl, self.device, **kwargs)
-
-    def beside(self, f):
-        "What `f()` returns, which may validate; the phase that is under way then goes on as if nothing had been"
-        own = dict(vars(self))
-        vars(self).update(queue=type(self.queue)(self.queue.every), loans=Loans(), replay=StepReplay(False), renewal=Renewal(), check=None, fed=[], _dls=None)
-        try: return StepTracer(self.device).beside(f)
-        finally: vars(self).update(own)
 
     def release(self):
         "Give back all that is lent"
