@@ -136,7 +136,7 @@ class EMACallback(Averages):
 
     def before_fit(self):
         self.run = not hasattr(self, 'lr_finder')
-        if not self.run: return
+        if not self.run or self.opt is None: return # `learn.validate` of a Learner that has not trained
         check_averages(self.learn)
         self.averaged = False
         self._make()
