@@ -49,8 +49,9 @@ class StepReports:
     def memory(self):
         "Bytes of a device in a training step, by what they are for"
         m = self.programs['train'].memory
-        rest,averages = m.args-sum(self.held.values()),self.held['averages']
-        return {'parameters': self.held['params'], 'optimizer state': self.held['opt_state'], **({'averages': averages} if averages else {}), 'batch, buffers and numbers': rest,
+        rest,names = m.args-sum(self.held.values()),dict(params='parameters', opt_state='optimizer state', averages='averages')
+        held = {v: self.held[k] for k,v in names.items() if k!='averages' or self.held[k]}
+        return {**held, 'batch, buffers and numbers': rest,
             'gradients, activations and other temporary values': m.temp, 'results that reuse nothing': m.out-m.alias}
 
     @property
