@@ -1,4 +1,4 @@
-"""timm's training recipe for a fastai Learner: its models, augmentation, loss, optimizers, schedule, clipping and averaged weights, on TPU cores or on XLA's CPU devices.
+"""timm's training recipe for a fastai Learner: its models, augmentation, splits, loss, optimizers, schedule, clipping and averaged weights, on TPU cores or on XLA's CPU devices.
 
     python examples/train_timm.py --data-dir imagenet --model vit_small_patch16_224 --pretrained --form distributed -b 128 --epochs 30 --lr-base 1e-3 --layer-decay .75 --model-ema --mixup .2 --amp
     python examples/train_timm.py --dataset digits --model test_resnet --img-size 32 --epochs 5 --lr 1e-3 --warmup-epochs 1 --model-ema --model-ema-warmup
@@ -9,7 +9,8 @@ import argparse, math
 import timm
 from fastai.vision.all import *
 from fastai_xla.all import *
-from timm.data.auto_augment import rand_augment_transform
+from timm.data.auto_augment import augment_and_mix_transform, rand_augment_transform
+from timm.layers import convert_splitbn_model
 from timm.optim import create_optimizer_v2
 
 def noise(n, n_classes=4):
@@ -23,19 +24,25 @@ def digits():
     data = load_digits()
     return [(np.repeat((im*255/16).round().astype(np.uint8)[...,None], 3, 2), int(c)) for im,c in zip(data.images, data.target)]
 
-class RandAugment(Transform):
+def augmentation(config):
+    "timm's RandAugment or AugMix"
+    return (augment_and_mix_transform if config.startswith('augmix') else rand_augment_transform)(config, {})
+
+class Augment(Transform):
     "timm's, of pictures to train with"
     split_idx,order = 0,2
-    def __init__(self, config): self.tfm = rand_augment_transform(config, {})
+    def __init__(self, config): self.tfm = augmentation(config)
     def encodes(self, o:PILImage): return PILImage.create(self.tfm(o))
 
 def get_dls(a):
     "Batches of `-b` samples a core; one program on all cores has those of all"
     bs = a.batch_size*(a.cores if a.form=='sharded' else 1)
     kwargs = dict(bs=bs, num_workers=a.workers, batch_tfms=[Normalize.from_stats(*imagenet_stats)])
-    more = [RandAugment(a.aa)] if a.aa else []
+    more = [Augment(a.aa)] if a.aa and not a.aug_splits else []
+    if a.aug_splits: kwargs['before_batch'] = AugSplits(augmentation(a.aa), a.aug_splits)
     if a.data_dir:
-        kwargs['batch_tfms'].insert(0, Flip())
+        if a.aug_splits: more.append(FlipItem()) # the same for all views
+        else: kwargs['batch_tfms'].insert(0, Flip())
         return ImageDataLoaders.from_folder(a.data_dir, train=a.train_split, valid=a.val_split, item_tfms=[RandomResizedCrop(a.img_size, min_scale=.08), *more], **kwargs)
     items = digits() if a.dataset=='digits' else noise(a.samples)
     block = DataBlock((ImageBlock, CategoryBlock), getters=[ItemGetter(0), ItemGetter(1)], splitter=RandomSplitter(.2, seed=42),
@@ -63,6 +70,7 @@ def get_cbs(a):
     clip = dict(norm=GradientClip, value=GradientClipValue, agc=AdaptiveGradientClip)[a.clip_mode]
     cbs = [SaveModelCallback(monitor='accuracy', fname='model_best'), CSVLogger('summary.csv', append=a.resume), TPUCheckpoint(Path(a.output)/'checkpoints', resume=a.resume)]
     if a.clip_grad: cbs.append(clip(a.clip_grad))
+    if a.jsd_loss: cbs.append(JSDLoss(a.aug_splits, smoothing=a.smoothing))
     if a.mixup: cbs.append(MixUp(a.mixup))
     if a.cutmix: cbs.append(CutMix(a.cutmix))
     if a.grad_accum_steps>1: cbs.append(GradientAccumulation(a.batch_size*a.grad_accum_steps))
@@ -73,6 +81,7 @@ def get_model(a, n_classes):
     "The model for pictures of `--img-size`, in a form that compiles once"
     kwargs = {'drop_path_rate': a.drop_path} if a.drop_path else {}
     model = timm.create_model(a.model, pretrained=a.pretrained, num_classes=n_classes, drop_rate=a.drop, **kwargs)
+    if a.split_bn: model = convert_splitbn_model(model, a.aug_splits)
     return xla_friendly(model, a.img_size if hasattr(model, 'set_input_size') else None)
 
 def get_learner(a):
@@ -103,7 +112,8 @@ def parser():
     add('--sched', choices=('cosine','none'), default='cosine'); number('--warmup-epochs', 5, 'with a rate that rises')
     number('--warmup-lr', 1e-5, 'where it begins'); number('--min-lr', 0., 'where it ends')
     add('--clip-grad', type=float, help='no clipping without it'); add('--clip-mode', choices=('norm','value','agc'), default='norm')
-    number('--smoothing', .1, 'of labels'); number('--mixup', 0., 'alpha'); number('--cutmix', 0., 'alpha'); add('--aa', help="timm's RandAugment, as rand-m9-mstd0.5")
+    number('--smoothing', .1, 'of labels'); number('--mixup', 0., 'alpha'); number('--cutmix', 0., 'alpha'); add('--aa', help="timm's RandAugment or AugMix, as rand-m9-mstd0.5 or augmix-m3-w3")
+    number('--aug-splits', 0, 'views of a picture, 0 or at least 2: one as it is, the others by --aa'); flag('--jsd-loss', 'one answer to all of them'); flag('--split-bn', 'norms of their own for each')
     flag('--model-ema', 'validate and save averaged weights'); number('--model-ema-decay', .9998, 'of the average'); flag('--model-ema-warmup', 'begin with a smaller one')
     flag('--amp', 'bfloat16'); number('--seed', 42, 'of all draws'); number('--output', 'output', 'folder'); flag('--resume', 'go on with what is in --output')
     add('--form', choices=('tpu','distributed','sharded'), default='tpu', help='one core, a process for each, or one program on all'); add('--cores', type=int, help='default: all, one with --form tpu')
@@ -113,6 +123,9 @@ def main(args=None):
     p = parser()
     a = p.parse_args(args)
     if a.mixup and a.cutmix: p.error('--mixup or --cutmix: fastai mixes each batch in one way')
+    if a.aug_splits and (a.aug_splits<2 or not a.aa): p.error('--aug-splits: at least 2, with --aa to make them')
+    if (a.jsd_loss or a.split_bn) and not a.aug_splits: p.error('--jsd-loss and --split-bn need --aug-splits')
+    if a.aug_splits and (a.mixup or a.cutmix or a.grad_accum_steps>1): p.error('--aug-splits goes with neither --mixup, --cutmix nor --grad-accum-steps')
     if a.form=='tpu' and a.cores not in (None, 1): p.error('--form tpu trains on one core; --form distributed or sharded on several')
     a.cores = 1 if a.form=='tpu' else a.cores or n_cores()
     Path(a.output).mkdir(parents=True, exist_ok=True)

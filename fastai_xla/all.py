@@ -95,6 +95,9 @@ from .checkpoint.resume import *
 from .recipes.ema import *
 from .recipes.clip import *
 from .recipes.groups import *
+from .recipes.eval_every import *
+from .recipes.mixture import *
+from .recipes.splits import *
 from .monitor.stats import *
 from .monitor.slices import *
 from .monitor.plan import *

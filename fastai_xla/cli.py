@@ -165,13 +165,13 @@ def _plan(args):
     p.add_argument('--num_classes', type=_count, default=1000, help='(default: 1000)')
     p.add_argument('--opt', default='adam', choices=('adam','sgd','none'), help="for the optimizer's state")
     for o in ('grad_ckpt','scan'): p.add_argument(f'--{o}', action='store_true', help='as of `to_tpu_sharded`')
-    p.add_argument('--bf16', action='store_true', help='as by `to_bf16`')
+    for o,by in dict(bf16='as by `to_bf16`', ema='with averages by `EMACallback`').items(): p.add_argument(f'--{o}', action='store_true', help=by)
     p.add_argument('--mfu', type=_part, default=.4, help='part of the peak speed (default: 0.4)')
     a = p.parse_args(args)
     from fastai_xla.monitor.plan import plan_training
     try:
         model,shape = _model(a.model, a.img_size, a.num_classes)
-        print(plan_training(model, _mesh(a.mesh), a.batch, shape, opt=a.opt, grad_ckpt=a.grad_ckpt, scan=a.scan, bf16=a.bf16, mfu=a.mfu))
+        print(plan_training(model, _mesh(a.mesh), a.batch, shape, opt=a.opt, grad_ckpt=a.grad_ckpt, scan=a.scan, bf16=a.bf16, mfu=a.mfu, ema=a.ema))
     except ValueError as e: p.error(str(e))
     return 0
 

@@ -2,6 +2,8 @@
 from fastai.vision.all import *
 from fastai.callback.tracker import SaveModelCallback
 from fastai_xla.all import *
+from PIL import ImageOps
+from timm.layers import BatchNormAct2d, convert_splitbn_model
 from timm.utils import ModelEmaV3
 
 for _nm in [o for o in dir() if o.startswith('test')]: del globals()[_nm] # fastcore's own would be collected as tests
@@ -27,12 +29,12 @@ def host(sd): return {k: v.detach().cpu().float() for k,v in sd.items() if 'trac
 def weights(m): return host(m.state_dict())
 def outcome(learn): return weights(learn.model),[list(o) for o in learn.recorder.values]
 
-def near(want, got, rtol=1e-4, atol=1e-5):
+def near(want, got, rtol=1e-4, atol=1e-5, **kwargs):
     "Assert that weights and recorded values agree"
     if not isinstance(want, tuple): want,got = (want,),(got,)
     assert want[0].keys()==got[0].keys()
     for k,v in want[0].items(): torch.testing.assert_close(got[0][k], v, rtol=rtol, atol=atol, msg=lambda m: f'{k}: {m}')
-    for a,b in zip(want[1:], got[1:]): torch.testing.assert_close(torch.tensor(b), torch.tensor(a), rtol=rtol, atol=atol)
+    for a,b in zip(want[1:], got[1:]): torch.testing.assert_close(torch.tensor(b), torch.tensor(a), rtol=rtol, atol=atol, **kwargs)
 
 class TimmEMA(Callback):
     "timm's averages, by the calls of its training script; validates with them"
@@ -64,3 +66,30 @@ class Dies(Callback):
     def after_batch(self):
         self.at -= 1
         if not self.at: raise KeyboardInterrupt
+
+# ---- validation sets, mixtures, splits
+
+def dropping(): return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(.3), nn.Linear(16, 3))
+
+def every(bs=8):
+    "Another set after each second epoch, and after each third batch"
+    other = TfmdDL(vectors(30, 5), bs=bs, num_workers=0)
+    return [EvalEvery(other, 'clean', epochs=2), EvalEvery(other, 'noisy', steps=3)]
+
+def picture(i): return PILImage.create(np.random.RandomState(i).randint(0, 255, (4,4,3)).astype(np.uint8))
+def label(i): return i%4
+
+def mixed_pictures(bs=8):
+    "Batches of three views of pictures from two sets"
+    def one(start):
+        ds = Datasets(range(start, start+28), [[picture],[label]], splits=[range(16),range(16,28)])
+        return ds.dataloaders(bs=bs, num_workers=0, after_item=ToTensor(), before_batch=AugSplits(ImageOps.invert, 3), after_batch=IntToFloatTensor())
+    return mixture([one(0), one(100)], [3,1], n=32)
+
+def splitting(): return convert_splitbn_model(nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), BatchNormAct2d(8), nn.Flatten(), nn.Linear(32, 4)), 3)
+
+def split_learner(bs=8, cbs=()):
+    set_seed(3)
+    return Learner(mixed_pictures(bs), splitting(), loss_func=CrossEntropyLossFlat(), opt_func=SGD, metrics=accuracy, cbs=[JSDLoss(3), *cbs])
+
+def split_eval(bs=8): return EvalEvery(mixed_pictures(bs).valid, 'other', steps=3)

@@ -29,6 +29,7 @@ def smallest(**kwargs): return smallest_slices(**{'model': linear(), 'batch': 2,
 def pretend(**kwargs):
     with pretend_hosts(**kwargs): pass
 def compiled(**kwargs): return learn().compile_for(**{'name': 'v5e-8', **kwargs})
+def mixed(**kwargs): return mixture([learn().dls], **kwargs)
 def one_core(**kwargs): return learn().to_tpu(**kwargs)
 
 CASES = [ # what is called, and of its arguments the wrong values
@@ -47,6 +48,9 @@ CASES = [ # what is called, and of its arguments the wrong values
     (GradientClipValue, dict(max_value=but(1.5))), (AdaptiveGradientClip, dict(clip_factor=but(1.5), eps=but(1.5), norm_type=but(1.5), exclude_head=bit)),
     (LayerDecay, dict(decay=WRONG, min_scale=but(0), by_wd=bit)), (timm_layers, dict(model=WRONG)),
     (scaled_lr, dict(lr=but(1.5), bs=count, base_bs=count, rule=WRONG), dict(lr=.1, bs=1)),
+    (EvalEvery, dict(label=but('a'), epochs=count_or_none, steps=count_or_none), dict(valid_dl=[], label='a')),
+    (mixture, dict(dls=WRONG)), (mixed, dict(weights=but(None), n=count_or_none)), (AugSplits, dict(aug=WRONG, num_splits=count), dict(aug=noop)),
+    (JSDLoss, dict(num_splits=count, alpha=but(0, 1.5), smoothing=but(0))),
     (NaNGuard, dict(action=WRONG)), (HostQueue, dict(every=but(0, 1.5)), {}, dict(every='fetch_every')),
     (StrictSteps, dict(warm=at_least_0)), (TPUTrainer, dict(batch_tfms=WRONG, fetch_every=but(0, 1.5), replay=bit)), (StepReplay, dict(on=bit, confirm=count, check_every=count), {}, dict(on='replay')),
     (StepPlans, dict(confirm=count)), (StepTracing, dict(confirm=count)),
@@ -79,7 +83,7 @@ CASES = [ # what is called, and of its arguments the wrong values
     (XLAStats, dict(warm=at_least_0)), (usual_step, dict(steps=but([]), warm=at_least_0), dict(steps=[])),
     (train_batches, dict(learn=WRONG, n=count), dict(learn=learn(), n=1, cbs=[])), (read_dump, dict(folder=place)), (training_graph, dict(graphs=WRONG)),
     (count_model, dict(model=WRONG), dict(model=linear(), shape=(2,))),
-    (plan, dict(model=WRONG, mesh=WRONG, batch=count, shape=but([]), rules=but([]), opt=WRONG, grad_ckpt=bit, scan=bit, bf16=bit, mfu=WRONG)),
+    (plan, dict(model=WRONG, mesh=WRONG, batch=count, shape=but([]), rules=but([]), opt=WRONG, grad_ckpt=bit, scan=bit, bf16=bit, mfu=WRONG, ema=bit)),
     (TPUMeter, dict(show=bit, flops=but(None, 1.5), peak_flops=but(None, 1.5))), (lambda **kw: TPUMeter().metrics(*kw.values()), dict(names=WRONG)),
     (lambda **kw: NormMeter().metrics(*kw.values()), dict(kinds=WRONG)), (lambda **kw: NormMeter().plot(**kw), dict(kind=WRONG)),
     (StepProfiler, dict(steps=WRONG, folder=place, trace=bit)), (batch_flops, dict(learn=WRONG)), (peak_flops_of, dict(kind=but('a'))),
@@ -114,7 +118,7 @@ def test_wrong_values(case):
 SEAMS = '''start_iter DeviceDL Shipment EventTeller lengthen_lr_find run_along run_remote shard_idxs rank_span RankShare RowShare deal n_dealt pad_batch
     pad_text Waiting virtual_env start_spmd loss_weight join_shards Shares AgreedDL SteppedDL ShardedDL ApartBlock drawn_for first_signal size_text
     kept_rng rng_state_after load_state learner_state replaces Patch grid_sample_xla step_row step_program stand_in optional_library
-    bucket_len DeviceMetric check_number check_int check_bool check_choice check_type check_callable check_path check_prefetch wrong_arg
+    bucket_len MixtureDL NotDue MeshTrainer DeviceMetric check_number check_int check_bool check_choice check_type check_callable check_path check_prefetch wrong_arg
     OnDevice ShareTrainer distributed_trainer TPUPoolTrainer attach_replica CheckpointSaver CheckpointWriter CheckpointReader PhaseResumer
     TPUShardedTrainer TPUFSDPTrainer device_version Shards TFRecordShards StreamDL BucketDL XLADL RNGHandoff TfmVerdicts standardize
     dist_version inside_boxes ShardReader uncount_steps make_programs_for

@@ -74,7 +74,7 @@ def test_replicas_that_cannot_wait_for_each_other(tmp_path):
 
 def test_timms_recipe(tmp_path):
     args = ('--dataset=synthetic --samples=60 --model=test_vit --img-size=32 -b 16 --opt=adamw --lr=1e-3 --warmup-epochs=1 --min-lr=1e-5 --layer-decay=.8 --model-ema '
-        '--model-ema-warmup --clip-grad=.1 --clip-mode=value --mixup=.2 --workers=0 --epochs=1').split()
+        '--model-ema-warmup --clip-grad=.1 --clip-mode=value --aug-splits=2 --aa=rand-m5-mstd0.5 --jsd-loss --split-bn --workers=0 --epochs=1').split()
     res = run(repo/'examples'/'train_timm.py', *args, cwd=tmp_path)
     assert res.returncode==0, res.stderr
     assert 'parameters in 16 groups, rates up to 0.001, steps of 16 samples' in res.stdout and re.search(r'Done: [\d.]+% of 12 pictures right', res.stdout), res.stdout

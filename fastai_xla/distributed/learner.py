@@ -151,7 +151,7 @@ class TPUPoolTrainer(XLACallback):
         lengthen_lr_find(self.learn, self.pool.n_cores)
         vars(self.learn).update(epoch=0, train_iter=0, pct_train=0.) # as `TrainEvalCallback` does, which is away
         for cb in self.learn.cbs.sorted('order'):
-            if isinstance(cb, Recorder) or is_display(cb): cb('before_fit')
+            if isinstance(cb, Recorder) or is_display(cb) or getattr(cb, 'adds_columns', False): cb('before_fit')
 
     def _pack(self, phase):
         shown = self.learn.cbs.filter(is_display)

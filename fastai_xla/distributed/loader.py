@@ -103,7 +103,7 @@ class SteppedDL(AgreedDL):
     @property
     def ragged_across_ranks(self):
         "May the shapes of a step differ from rank to rank?"
-        return len(getattr(self.before_batch, 'fs', ()))>self.shares_lens
+        return sum(getattr(f, 'ragged', True) for f in getattr(self.before_batch, 'fs', ()))>self.shares_lens
 
     def is_even(self, i): return not self.ragged_across_ranks and self.step_sizes(i)[1]>=self._step_bs()
 

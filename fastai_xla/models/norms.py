@@ -114,14 +114,21 @@ def _float_norm(m, stock, x):
     try: return stock(x.float()).to(x.dtype)
     finally: vars(m).update(own)
 
-def _global_norm(m, stock, x):
-    if not m.training: return _float_norm(m, stock, x)
+def _by_all_ranks(m, x):
     d,mean,var = center(widen(x), _batch_dims(x), _MeanOfRanks.apply)
     if m.track_running_stats:
         m.num_batches_tracked += 1
         momentum = 1/m.num_batches_tracked if m.momentum is None else m.momentum
         _track(m.running_mean, m.running_var, mean, var, x.numel()//x.shape[1]*world_size(), momentum)
     return affine(normed(d, var, m.eps), m.weight, m.bias, by_channel(x), x.dtype)
+
+def _global_norm(m, stock, x):
+    if not m.training: return _float_norm(m, stock, x)
+    aux = getattr(m, 'aux_bn', ()) # timm's layers have more in them: a layer for each further split of the batch, and what follows a norm
+    first,*rest = x.split(len(x)//(1+len(aux)))
+    x = torch.cat([_by_all_ranks(m, first), *[a(o) for a,o in zip(aux, rest, strict=True)]]) if aux else _by_all_ranks(m, x)
+    for k in ('drop','act'): x = getattr(m, k, noop)(x)
+    return x
 
 def lend_global_norms(
     model:nn.Module,

@@ -37,7 +37,7 @@ class StepReports:
         job, # A `CompileJob`
         programs:dict, # `ProgramReport`s by phase
         found:dict, # By phase, what was found in the program
-        held:dict, # Bytes of parameters and optimizer state on each device
+        held:dict, # Bytes on each device, see `held_bytes`
         bs:int, # Samples of a batch
     ): self.slice,self.job,self.programs,self.found,self.held,self.bs = slice,job,programs,found,held,bs
 
@@ -50,8 +50,9 @@ class StepReports:
     def memory(self):
         "Bytes of a device in a training step, by what they are for"
         m = self.programs['train'].memory
-        rest = m.args-self.held['params']-self.held['opt_state']
-        return {'parameters': self.held['params'], 'optimizer state': self.held['opt_state'], 'batch, buffers and numbers': rest,
+        rest,names = m.args-sum(self.held.values()),dict(params='parameters', opt_state='optimizer state', averages='averages')
+        held = {v: self.held[k] for k,v in names.items() if k!='averages' or self.held[k]}
+        return {**held, 'batch, buffers and numbers': rest,
             'gradients, activations and other temporary values': m.temp, 'results that reuse nothing': m.out-m.alias}
 
     @property
@@ -166,7 +167,7 @@ def _read(folder, s, job, learn):
         module.ParseFromString((folder/f'{k}.hlo').read_bytes())
         programs[k] = ProgramReport(module, MemoryUse(*facts['memory']), s, facts['seconds'])
         found[k] = tpu_advice(programs[k], module, hasattr(learn, 'mixed_precision'))
-        held = held or {o: facts[o] for o in ('params','opt_state')}
+        held = held or facts['held']
     return TPUReport(s, job, programs, found, held, learn.dls.train.bs)
 
 def _cache_folder(): return Path(os.environ.get('XDG_CACHE_HOME', '~/.cache')).expanduser()/'fastai_xla'/'compiled'

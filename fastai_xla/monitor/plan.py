@@ -149,9 +149,10 @@ def _block_bytes(table, model, blocks):
     bs = [[rows[ids[id(p)]] for p in b.parameters()] for b in blocks]
     return sum(o.device_nbytes for b in bs for o in b),max((sum(o.nbytes-o.device_nbytes for o in b) for b in bs), default=0)
 
-def _lasting(table, opt):
+def _lasting(table, opt, ema):
     "Bytes on each core that stay from step to step, and the gradients"
-    return {'parameters': table.device_nbytes, 'gradients': table.device_nbytes, 'optimizer state': _states[opt]*table.device_nbytes}
+    res = {'parameters': table.device_nbytes, 'gradients': table.device_nbytes, 'optimizer state': _states[opt]*table.device_nbytes}
+    return {**res, 'averages': table.device_nbytes} if ema else res
 
 def _passing(model, table, c, n, again, scan):
     "Bytes on each core that a step of `n` samples needs besides, by the counts `c` of one"
@@ -188,6 +189,7 @@ def plan_training(
     scan:bool=False, # As for `to_tpu_sharded`
     bf16:bool=False, # Under `to_bf16`?
     mfu:float=.4, # Part of the peak speed at which the model's operations are done
+    ema:bool=False, # With `EMACallback`, which keeps averages of the weights?
 ):
     "What training `model` takes on each core of `mesh`"
     check_type('model', model, nn.Module, 'an `nn.Module`')
@@ -196,12 +198,12 @@ def plan_training(
     check_type('shape', shape, (tuple, list, torch.Size), 'the shape of a sample')
     for o in shape: check_int('shape', o, at_least=1)
     check_choice('opt', opt, tuple(_states))
-    for k,v in dict(grad_ckpt=grad_ckpt, scan=scan, bf16=bf16).items(): check_bool(k, v)
+    for k,v in dict(grad_ckpt=grad_ckpt, scan=scan, bf16=bf16, ema=ema).items(): check_bool(k, v)
     check_number('mfu', mfu, above=0, at_most=1)
     model,n = _on_meta(model),_share(batch, mesh)
     table,again = infer_sharding(model, mesh, rules),_computed_again(model, shape, grad_ckpt, scan)
     counts = count_model(model, shape, bf16, again or None)
-    memory = {**_lasting(table, opt), **_passing(model, table, counts, n, again, scan)}
+    memory = {**_lasting(table, opt, ema), **_passing(model, table, counts, n, again, scan)}
     more = {k: v for k,v in mesh.items() if k not in mesh.data_axes and v>1}
     idle = tuple(k for k in more if k not in _used_axes(table))
     core_flops = 3*counts.flops*n/math.prod(v for k,v in more.items() if k not in idle)

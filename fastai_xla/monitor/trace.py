@@ -46,13 +46,14 @@ def _nbytes(ts): return sum(t.numel()*t.element_size() for t in ts)
 def held_bytes(
     learn, # On a device
 ):
-    "Bytes of the parameters and of the optimizer's state, on each device"
+    "Bytes of the parameters, of the optimizer's state and of the averages that `EMACallback` keeps with it, on each device"
     ps = list(learn.model.parameters())
     states = [learn.opt.state[p] for pl in learn.opt.param_lists for p in pl] if learn.opt else []
-    n,n_state = _nbytes(ps),_nbytes(t for st in states for t in st.values() if hasattr(t, 'numel'))
+    n,n_ema = _nbytes(ps),_nbytes(st['ema'] for st in states if 'ema' in st)
+    n_state = _nbytes(t for st in states for t in st.values() if hasattr(t, 'numel'))-n_ema
     table = next((cb.table for cb in learn._grab_cbs(TPUShardedTrainer)), None)
     part = table.device_nbytes/table.nbytes if table else 1
-    return dict(params=round(n*part), opt_state=round(n_state*part))
+    return dict(params=round(n*part), opt_state=round(n_state*part), averages=round(n_ema*part))
 
 class StepNoter(Callback):
     "Notes which programs were there before the step's"
@@ -183,4 +184,4 @@ def run_job(
         except RuntimeError as e: say(phase, 'failed', stage='compiled', error=f'{_where(str(e), program)}: {e}')
         else:
             (folder/f'{phase}.hlo').write_bytes(module.SerializeToString())
-            say(phase, 'json', memory=memory, seconds=seconds, params=note['params'], opt_state=note['opt_state'])
+            say(phase, 'json', memory=memory, seconds=seconds, held={k: note[k] for k in ('params','opt_state','averages')})

@@ -2,3 +2,6 @@
 from .ema import *
 from .clip import *
 from .groups import *
+from .eval_every import *
+from .mixture import *
+from .splits import *

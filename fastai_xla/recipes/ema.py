@@ -8,6 +8,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/recipes.ema.html.md"""
 __all__ = ['ema_weight', 'move_average', 'Averages', 'check_averages', 'EMACallback']
 
 # %% ../../nbs/851_recipes.ema.ipynb #imports
+from contextlib import contextmanager
 import torch
 from fastai.basics import Callback, Recorder
 from fastcore.all import store_attr
@@ -85,6 +86,15 @@ class Averages(Callback):
         self.averaged = not self.averaged
         for cb in self.learn._grab_cbs(OnDevice): cb.note_weights()
 
+    @contextmanager
+    def in_use(self):
+        "A context in which the model has what is validated: the averages, unless `validate=False`"
+        swaps = self.validate and self.n is not None and not self.averaged
+        if swaps: self._swap()
+        try: yield
+        finally:
+            if swaps: self._swap()
+
 # %% ../../nbs/851_recipes.ema.ipynb #check
 def check_averages(
     learn, # A Learner with an `EMACallback`, whose fit begins
@@ -126,7 +136,7 @@ class EMACallback(Averages):
 
     def before_fit(self):
         self.run = not hasattr(self, 'lr_finder')
-        if not self.run: return
+        if not self.run or self.opt is None: return # `learn.validate` of a Learner that has not trained
         check_averages(self.learn)
         self.averaged = False
         self._make()

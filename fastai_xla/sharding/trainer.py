@@ -88,14 +88,22 @@ class TPUShardedTrainer(MeshTrainer):
 
     def _renew(self): pass # nothing is handed on under SPMD
 
-
     def _start(self, pad):
         super()._start(pad)
+        self._start_blocks()
+        if self.partition_norms or self.partition_norms is None and program_kind()!='TPU': norms.partition_norms(self.loans)
+
+    def _start_blocks(self):
         self.blocks.attach(self.model)
         self.blocks.specs = self.specs
         for o in [*self.learn._grab_cbs(BlockRunner), *([self.runner] if self.runner else [])]: o.marker = self.blocks
         if self.runner: self.runner.start(self.model)
-        if self.partition_norms or self.partition_norms is None and program_kind()!='TPU': norms.partition_norms(self.loans)
+
+    def beside(self, f):
+        training = self.training
+        try: return super().beside(f)
+        finally:
+            if training: self._start_blocks()
 
     def before_batch(self):
         super().before_batch()

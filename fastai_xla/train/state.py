@@ -11,7 +11,7 @@ __all__ = ['model_tensors', 'model_objects', 'learner_metrics', 'learner_objects
 # %% ../../nbs/390_train.state.ipynb #imports
 from copy import deepcopy
 import torch
-from fastai.basics import OptimWrapper
+from fastai.basics import DataLoader, OptimWrapper
 from ..runtime.values import ref_dumps, refusal
 from ..runtime.transfer import tensors_of
 from ..patches.registry import Loan
@@ -37,6 +37,8 @@ def _loaders(learn):
     dl = getattr(learn, 'dl', None)
     return [*getattr(learn.dls, 'loaders', []), *([] if dl is None else [dl])]
 
+def _loaders_of_cbs(learn): return {('dl',i,k): v for i,cb in enumerate(learn.cbs) for k,v in vars(cb).items() if isinstance(v, DataLoader)}
+
 def learner_metrics(
     learn, # A Learner
 ):
@@ -50,6 +52,7 @@ def learner_objects(
     "What a Learner has besides its model, by name"
     res = {'learn': learn, 'dls': learn.dls, 'loss_func': learn.loss_func, 'opt_func': learn.opt_func, 'splitter': learn.splitter}
     for i,dl in enumerate(_loaders(learn)): res.update({('dl',i): dl, ('dataset',i): getattr(dl, 'dataset', None)})
+    for k,dl in _loaders_of_cbs(learn).items(): res.update({k: dl, ('dataset',*k[1:]): dl.dataset})
     for i,cb in enumerate(learn.cbs): res['cb',i] = cb
     for i,m in enumerate(learner_metrics(learn)): res['metric',i] = m
     return {k: o for k,o in res.items() if o is not None}

@@ -15,13 +15,16 @@ from ..runtime.device import torch_xla, use_compile_cache, xla_device
 from ..runtime.ranks import world_size
 from ..runtime.counts import xla_counts
 from ..runtime.args import check_bool, check_path
+from ..patches.registry import Loans
 from ..patches.learner import xla_callbacks
 from ..data.rng import base_seed
 from ..models.norms import mixes_samples
 from ..models.ranges import RangeCheck
-from .move import move_learner
+from .move import move_learner, Renewal
 from .optimizer import make_state_ahead
 from .meters import DeviceMetric
+from .capture import StepTracer
+from .replay import StepReplay
 from .strict import StrictSteps
 from .on_device import OnDevice
 
@@ -38,7 +41,14 @@ def _no_batches(dl):
 
 # %% ../../nbs/490_train.trainer.ipynb #teller
 class BatchEnds(OnDevice):
-    "What the end of a batch adds: metrics to its graph, and once a line on what was compiled for the first two"
+    "What the end of a batch adds: metrics to its graph, and once a line on what was compiled for the first two; and what can be done there"
+    def beside(self, f):
+        "What `f()` returns, which may validate; the phase that is under way then goes on as if nothing had been"
+        own = dict(vars(self))
+        vars(self).update(queue=type(self.queue)(self.queue.every), loans=Loans(), replay=StepReplay(False), renewal=Renewal(), check=None, fed=[], _dls=None)
+        try: return StepTracer(self.device).beside(f)
+        finally: vars(self).update(own)
+
     def _end_graph(self):
         "What this adds at the end to the graph of a batch"
         if self.check: self.check.learn()
