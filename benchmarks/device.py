@@ -58,7 +58,7 @@ def learner(w):
             batch_tfms=[*aug_transforms(), Normalize.from_stats(*imagenet_stats)])
         dls = db.dataloaders(range(3*w.bs), bs=w.bs, num_workers=0)
     else:
-        ds = samples(w, 2*w.bs)
+        ds = samples(w, 2*w.bs*tpu_slice_of(w).n) # two batches on each core
         dls = DataLoaders(*[TfmdDL(ds, bs=w.bs, num_workers=0) for _ in range(2)])
     loss = CrossEntropyLossFlat(axis=1) if w.model=='unet' else CrossEntropyLossFlat()
     learn = Learner(dls, model_of(w), loss_func=loss, cbs=rnn_cbs(2, 1) if w.model=='awd_lstm' else None)
