@@ -22,8 +22,9 @@ _messages = dict(
     HloComputationProto=dict(name=(1, 'string'), instructions=(2, ['HloInstructionProto']), id=(5, 'int64')),
     HloInstructionProto=dict(name=(1, 'string'), opcode=(2, 'string'), shape=(3, 'ShapeProto'), metadata=(7, 'OpMetadata'), literal=(8, 'LiteralProto'),
         channel_id=(26, 'int64'), custom_call_target=(28, 'string'), called_computation_ids=(38, ['int64']), backend_config=(43, 'bytes'),
-        use_global_device_ids=(71, 'bool')),
-    ShapeProto=dict(element_type=(2, 'int32'), dimensions=(3, ['int64']), tuple_shapes=(4, ['ShapeProto'])),
+        constrain_layout=(56, 'bool'), use_global_device_ids=(71, 'bool')),
+    ShapeProto=dict(element_type=(2, 'int32'), dimensions=(3, ['int64']), tuple_shapes=(4, ['ShapeProto']), layout=(5, 'LayoutProto')),
+    LayoutProto=dict(minor_to_major=(1, ['int64'])),
     OpMetadata=dict(op_type=(1, 'string'), op_name=(2, 'string'), source_file=(3, 'string'), source_line=(4, 'int32'), stack_frame_id=(15, 'int32')),
     LiteralProto=dict(s32s=(4, ['int32']), s64s=(5, ['int64']), u32s=(6, ['uint32']), u64s=(7, ['uint64'])),
     CompileOptionsProto=dict(executable_build_options=(3, 'ExecutableBuildOptionsProto')),
@@ -93,6 +94,18 @@ def read_program(
 # %% ../../nbs/890_monitor.hlo.ipynb #stock
 _collectives = 'all-reduce','all-gather','reduce-scatter','all-to-all','collective-permute'
 
+def _padded(n, to): return -(-n//to)*to/n
+
+def _tpu_layout(dims):
+    "Dims from the fastest to the slowest, as torch_xla lays tensors out for a TPU: larger ones faster, unless rows fill its tiles"
+    res = [*range(len(dims))][::-1]
+    if len(dims)<2 or _padded(dims[-1], 128)*_padded(dims[-2], 8)<1.25: return res
+    return sorted(res, key=lambda d: -dims[d])
+
+def _lay_out(shape):
+    for o in shape.tuple_shapes: _lay_out(o)
+    if shape.element_type!=_tuple: shape.layout.minor_to_major[:] = _tpu_layout(shape.dimensions)
+
 def stock_collectives(
     module, # A `HloModuleProto` of replicas; it is changed
 ):
@@ -102,6 +115,7 @@ def stock_collectives(
             if o.opcode not in _collectives: continue
             o.ClearField('channel_id')
             o.ClearField('use_global_device_ids')
+            if o.constrain_layout: _lay_out(o.shape)
     return module
 
 # %% ../../nbs/890_monitor.hlo.ipynb #source

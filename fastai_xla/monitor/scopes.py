@@ -26,7 +26,8 @@ class ModuleScopes:
 
     def add(self,
         model, # A module whose modules are to be told apart by their names in it
-    ): self.names.update({id(m): (k, type(m).__name__) for k,m in model.named_modules()})
+        but=(), # Modules that stay without: what is in the body of a loop is no call of its own
+    ): self.names.update({id(m): (k, type(m).__name__) for k,m in model.named_modules() if m not in but})
 
     def __enter__(self):
         self._hooks = [register_module_forward_pre_hook(self._begin), register_module_forward_hook(self._end)]

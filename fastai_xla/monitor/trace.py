@@ -9,14 +9,15 @@ __all__ = ['compile_phases', 'compile_forms', 'CompileJob', 'held_bytes', 'StepN
 
 # %% ../../nbs/920_monitor.trace.ipynb #imports
 import faulthandler, json, math, os, pickle, re, signal, time, traceback
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from fastai.basics import Callback
-from ..runtime.device import make_programs_for, torch_xla, xr
+from ..runtime.device import make_programs_for, torch_xla, xla_device, xr
+from ..models.repeats import block_runs
 from .scopes import ModuleScopes, scope_of
 from ..train.move import opt_tensors
 from ..train.trainer import TPUTrainer
+from ..virtual_cores.collectives import stock_reduces
 from ..virtual_cores.replicas import run_replicas
 from ..launch.carry import loads
 from ..sharding.trainer import TPUShardedTrainer
@@ -78,8 +79,8 @@ class StepNoter(Callback):
 # %% ../../nbs/920_monitor.trace.ipynb #trace
 _scopes = ModuleScopes()
 
-def _train(learn, folder, phase):
-    _scopes.add(learn.model)
+def _train(learn, folder, phase, in_loops=()):
+    _scopes.add(learn.model, but=[m for b in in_loops for m in b.modules()])
     for dl in learn.dls.loaders: dl.fake_l.num_workers = 0 # for one batch
     try:
         with learn.no_bar(), learn.no_logging(): learn.fit(2) if phase=='train' else learn.validate()
@@ -87,10 +88,13 @@ def _train(learn, folder, phase):
         if _scopes.running: (folder/'module.txt').write_text(" in the model's module '{}', a {}".format(*_scopes.running))
         raise
 
+class _StockReduces(Callback):
+    def before_batch(self): stock_reduces(xla_device())
+
 def _as_replica(rank, packed, options, folder, phase):
     learn = loads(packed)
     learn.to_tpu_distributed(**options)
-    if rank==0: learn.add_cb(StepNoter(folder))
+    learn.add_cbs([_StockReduces(), *([] if rank else [StepNoter(folder)])])
     _train(learn, folder, phase)
 
 def _trace(job, packed, folder, phase):
@@ -100,7 +104,7 @@ def _trace(job, packed, folder, phase):
     learn = loads(packed)
     getattr(learn, f'to_{"tpu" if job.form=="tpu" else "tpu_sharded"}')(**job.options)
     learn.add_cb(StepNoter(folder))
-    _train(learn, folder, phase)
+    _train(learn, folder, phase, [b for _,run in block_runs(learn.model) for b in run] if job.options.get('scan') else ())
 
 def _fork_tracer(job, packed, folder, phase):
     pid = os.fork()
@@ -109,7 +113,7 @@ def _fork_tracer(job, packed, folder, phase):
     try:
         os.environ['XLA_FLAGS'] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={folder} --xla_dump_hlo_as_proto"
         torch_xla._XLAC._set_ir_debug(True)
-        with nullcontext() if job.options.get('scan') else _scopes: _trace(job, packed, folder, phase) # hooks crash where a loop's body is made
+        with _scopes: _trace(job, packed, folder, phase)
         raise RuntimeError("No program was written: the Learner ran no batch")
     except BaseException as e:
         where = folder/'module.txt'
