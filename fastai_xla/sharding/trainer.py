@@ -31,7 +31,7 @@ from .place import BlockMarker, check_process, materialize_sharded, n_devices_fo
 from .place import param_specs, shard_learner, shard_opt_tensors, start_spmd
 from .loader import HostsDL, MeshDL
 
-# %% ../../nbs/720_sharding.trainer.ipynb #mesh-trainer
+# %% ../../nbs/720_sharding.trainer.ipynb #mesh-help
 _no_text = ("Texts of a batch are padded to the longest, which each host of several would have for itself: train texts with `to_tpu_distributed()` "
     "in a script that `fastai-xla launch` starts on every host, or pad them to one length in the dataset.")
 
@@ -39,28 +39,9 @@ def _is_batch(t): return on_xla(t) and t.ndim>0
 
 def _on_each_host(ts): return [whole_on_each(t)[0] for t in ts]
 
+# %% ../../nbs/720_sharding.trainer.ipynb #mesh-trainer
 class MeshTrainer(TPUTrainer):
-    "Feeds a Learner on a mesh, on one host or several"
-    def _loader(self, dl, **kwargs):
-        if self.mesh.n_hosts>1 and kwargs['pad_text']: raise ValueError(_no_text)
-        return (HostsDL if self.mesh.n_hosts>1 else MeshDL)(dl, self.device, self.mesh, **kwargs)
-
-    def _seed(self): return from_main(base_seed)
-
-    def before_fit(self):
-        super().before_fit()
-        for cb in [] if is_main() else self.learn.cbs.filter(is_display): cb.run = False
-
-    def _trace_metrics(self):
-        "On several hosts what metrics will read comes to each in the program of the batch"
-        super()._trace_metrics()
-        if self.mesh.n_hosts==1 or not hasattr(self.learn, 'recorder'): return
-        for m in self.recorder._train_mets if self.training else self.recorder._valid_mets:
-            if isinstance(m, DeviceMetric): m.traced = map_tensors(_on_each_host, m.traced, select=_is_batch)
-
-# %% ../../nbs/720_sharding.trainer.ipynb #trainer
-class TPUShardedTrainer(MeshTrainer):
-    "Train an unmodified `Learner` by one program on all cores"
+    "Holds a Learner on all cores of a mesh, and feeds it, on one host or several"
     def __init__(self,
         mesh:TPUMesh, # See `make_mesh`
         rules=(), # `ShardRule`s, or tuples (pattern, axes); the first that matches a parameter's name counts
@@ -88,6 +69,26 @@ class TPUShardedTrainer(MeshTrainer):
 
     def _renew(self): pass # nothing is handed on under SPMD
 
+    def _loader(self, dl, **kwargs):
+        if self.mesh.n_hosts>1 and kwargs['pad_text']: raise ValueError(_no_text)
+        return (HostsDL if self.mesh.n_hosts>1 else MeshDL)(dl, self.device, self.mesh, **kwargs)
+
+    def _seed(self): return from_main(base_seed)
+
+    def before_fit(self):
+        super().before_fit()
+        for cb in [] if is_main() else self.learn.cbs.filter(is_display): cb.run = False
+
+    def _trace_metrics(self):
+        "On several hosts what metrics will read comes to each in the program of the batch"
+        super()._trace_metrics()
+        if self.mesh.n_hosts==1 or not hasattr(self.learn, 'recorder'): return
+        for m in self.recorder._train_mets if self.training else self.recorder._valid_mets:
+            if isinstance(m, DeviceMetric): m.traced = map_tensors(_on_each_host, m.traced, select=_is_batch)
+
+# %% ../../nbs/720_sharding.trainer.ipynb #trainer
+class TPUShardedTrainer(MeshTrainer):
+    "Train an unmodified `Learner` by one program on all cores"
     def _start(self, pad):
         super()._start(pad)
         self._start_blocks()
