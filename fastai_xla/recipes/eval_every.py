@@ -124,7 +124,7 @@ class EvalEvery(Callback):
     def before_fit(self):
         self.run = not hasattr(self, 'lr_finder') and not hasattr(self, 'gather_preds')
         if not self.run: return
-        self.history,self.last,self.trained = [],None,False
+        self.last,self.trained = None,False
         names = list(self.recorder.metric_names)
         at = len(names)-self.recorder.add_time
         self.recorder.metric_names = L(names[:at]+self.columns+names[at:])
@@ -133,7 +133,9 @@ class EvalEvery(Callback):
         self.last = validate_beside(self.learn, self.valid_dl)
         self.history.append([self.train_iter, *self.last])
 
-    def before_train(self): self.trained,self.last = True,None
+    def before_train(self):
+        self.trained,self.last = True,None
+        if self.epoch==0: self.history = [] # not in `learn.validate`, which leaves them
 
     def after_batch(self):
         if self.steps and self.train_iter%self.steps==0: self._evaluate()
