@@ -329,12 +329,19 @@ def two_hosts_send_each_sample_once():
 
 @case('methods')
 def a_steady_epoch_on_two_hosts():
-    l = lib()
+    "in which predictions for metrics come to every host in the program of their batch"
+    l,spread = lib(),[]
+    class Spread(l.Callback):
+        order = 60
+        def after_batch(self):
+            waiting = [] if self.training else [b for _,b in self.tpu_sharded_trainer.queue.waiting]
+            spread.extend(l.is_spread(t) for t in l.tensors_of(waiting) if t.ndim)
     with l.pretend_hosts(blocks_of_two): learn,cb = tiny(l, metrics=[l.accuracy, l.F1Score(average='macro')]).to_tpu_sharded(fsdp=8, fetch_every=1e9),l.BatchCounts()
-    quiet(l, learn, learn.fit, 3, 1e-3, cbs=cb)
+    quiet(l, learn, learn.fit, 3, 1e-3, cbs=[cb, Spread()])
     c,e = cb.batches[2],cb.epochs[2]
     assert (c.compiles,c.reads,c.fallbacks,c.executions)==(0,0,{},cb.n_batches), c
     assert e.compiles==0 and e.reads<=2, e
+    assert spread and not any(spread)
 
 @case('methods')
 def what_is_spread_over_hosts_is_read_by_a_program_that_is_kept():
