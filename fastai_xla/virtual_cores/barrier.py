@@ -62,7 +62,7 @@ class _Barrier:
     def _in_vain(self, rank, step, missing):
         "The error for a rank that nobody will come to, or None"
         if rank in self.left: return ReplicaError(f'Replica {rank} {self.left[rank]}', rank)
-        gone = next((o for o in self.left if o in missing), None)
+        gone = min((o for o in self.left if o in missing), key=lambda o: 'ReplicaError: ' in self.left[o], default=None) # not one that followed
         if gone is not None:
             return ReplicaError(f'Replica {rank} waits in {step} for {self._which(gone)}, which {self.left[gone]}', gone)
         stuck = {*self.left}.union(*self.open.values())
