@@ -95,8 +95,7 @@ class _Replica(Callback):
         while not self.training and not (self.folder/'note.json').exists(): time.sleep(.05)
 
 def _as_replica(rank, packed, options, folder, phase):
-    learn = loads(packed)
-    learn.to_tpu_distributed(**options)
+    learn = loads(packed).to_tpu_distributed(**options)
     learn.add_cbs([_Replica(folder), *([] if rank else [StepNoter(folder)])])
     _train(learn, folder, phase)
 
