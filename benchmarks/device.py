@@ -1,7 +1,7 @@
 """A training step through the TPU's own compiler, beside a plain JAX program of the same model through the same compiler.
 
     python -m venv jax && jax/bin/pip install 'jax[cpu]==0.7.1'   # its programs are of libtpu 0.0.21's time
-    python benchmarks/device.py --jax jax/bin/python                  # all works
+    python benchmarks/device.py --jax jax/bin/python                  # all works; those at 224 px take long: see --fast and --limit
     python benchmarks/device.py --jax jax/bin/python vit_f32          # some
     python benchmarks/device.py --sampling                            # what sampling alone takes, by look-ups and by products
 Needs `pip install 'fastai_xla[compile]'`, and for the JAX column a Python with jax, which is asked for the program alone; without it the column is empty.

@@ -92,6 +92,9 @@ def test_families(name, no_process_left):
     assert r.fits and train.cycles>r.programs['valid'].cycles>1000 and train.memory.alias>0
     assert ('all-reduce' in train.collectives)==(r.slice.n>1)
     if options.get('fsdp'): assert train.collectives['all-gather']>8
+    if options.get('scan'): assert {'0.model.blocks'} < {m for m,_ in train.by_module(9)} # the loop as one, and what is outside of it
+    assert 'replicas' not in name or r.programs['valid'].memory.args>r.memory['parameters'] # it is the model's
+    if 'replicas' in name: assert any(k=='all-reduce' and s.count('f32[')>3 for k,s in train.unknown), train.unknown # of each gradient as it is
     if 'bf16' in name: assert not any('float32' in o for o in r.found['train'])
     if 'images' in name: # what is looked up are whole images and numbers of classes: pixels are sampled by products
         assert max([int(s.split('[')[1].split(',')[0].rstrip(']')) for k,s in train.unknown if 'gather' in k], default=0)<=learn.dls.bs

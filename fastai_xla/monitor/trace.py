@@ -88,13 +88,17 @@ def _train(learn, folder, phase, in_loops=()):
         if _scopes.running: (folder/'module.txt').write_text(" in the model's module '{}', a {}".format(*_scopes.running))
         raise
 
-class _StockReduces(Callback):
+class _Replica(Callback):
+    "A step with torch_xla's own all-reduces, which no rank compiles before it is noted"
+    order = StepNoter.order+1
+    def __init__(self, folder): self.folder = Path(folder)
     def before_batch(self): stock_reduces(xla_device())
+    def after_pred(self):
+        while not self.training and not (self.folder/'note.json').exists(): time.sleep(.05)
 
 def _as_replica(rank, packed, options, folder, phase):
-    learn = loads(packed)
-    learn.to_tpu_distributed(**options)
-    learn.add_cbs([_StockReduces(), *([] if rank else [StepNoter(folder)])])
+    learn = loads(packed).to_tpu_distributed(**options)
+    learn.add_cbs([_Replica(folder), *([] if rank else [StepNoter(folder)])])
     _train(learn, folder, phase)
 
 def _trace(job, packed, folder, phase):
