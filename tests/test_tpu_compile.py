@@ -8,7 +8,7 @@ from fastai.vision.all import accuracy, CrossEntropyLossFlat, DataLoaders, Learn
 import fastai_xla.all
 from fastai_xla.runtime import runtime_started
 from fastai_xla.monitor import CompileError, compile as compiling, libtpu, plan_training
-from fastai_xla.sharding import make_mesh
+from fastai_xla.sharding import make_mesh, ShardRule
 from compile_families import FAMILIES
 from forks import Forked
 from fresh import repo, run
@@ -44,7 +44,7 @@ def no_process_left():
     while children()-before and time.time()<until: time.sleep(.1)
     assert not children()-before
 
-@pytest.mark.parametrize('name,form,options,n', [('v5e-4',None,{},4), ('v5e-32','sharded',dict(fsdp=32),32), ('v4-32','sharded',dict(fsdp=4, replica=4),16)])
+@pytest.mark.parametrize('name,form,options,n', [('v5e-4',None,{},4), ('v5e-32','sharded',dict(fsdp=32),32), ('v4-32','sharded',dict(fsdp=4, replica=4, rules=[ShardRule('weight')]),16)])
 def test_forms(name, form, options, n, no_process_left):
     "on one host, and sharded on the devices of eight and of four hosts"
     learn = learner(**dict(wide=256, bs=64, n=128) if form else {})

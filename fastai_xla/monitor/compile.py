@@ -10,7 +10,7 @@ __all__ = ['StepReports', 'TPUReport']
 # %% ../../nbs/930_monitor.compile.ipynb #imports
 import errno, json, os, pickle, shutil, signal, subprocess, sys, tempfile, time
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import astuple
 from html import escape
 from pathlib import Path
 from fastai.basics import Learner
@@ -194,7 +194,7 @@ def compile_for(self:Learner,
     with tempfile.TemporaryDirectory() as d:
         folder = Path(d)
         _check_room(folder)
-        (folder/'job.json').write_text(json.dumps(asdict(job)))
+        (folder/'job.json').write_text(json.dumps(vars(job), default=astuple))
         (folder/'learner.pkl').write_bytes(pickle.dumps(packed))
         with _child(folder) as p: _await(p, folder, limit, tell=sys.stdout.isatty())
         _check_done(p, folder)
