@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 from fastai.basics import Learner, noop
-from fastai.callback.progress import ProgressCallback
 from fastcore.all import patch
 from ..runtime.ranks import is_main
 from ..patches.learner import around_phases
 from ..patches.registry import Loans
 from ..data.loader import seconds_waited, step_size
+from ..train.stand_ins import after_bar
 from ..train.trainer import TPUTrainer
 from ..launch.replica import post
 from ..distributed.events import EventTeller
@@ -111,19 +111,25 @@ class EpochBar(BarLine):
         clock:EpochClock,
     ): self.fit,self.clock,self.told = fit,clock,clock.start.wall
 
-    def after_batch(self, cb, stock):
-        "After what `cb` does itself, see `Loans`"
-        stock()
+    def after_batch(self):
+        "Say so, if it is time"
         learn,clock = self.clock.learn,self.clock
         if not learn.training: return
         if not clock.first and not clock.is_whole: clock.begin(learn.iter+1)
         else: self.show(learn, lambda: self.fit.beside(clock))
 
+    def after_told(self, teller, stock):
+        "After `teller` has told the notebook of a batch, see `Loans`"
+        stock()
+        self.after_batch()
+
+# %% ../../nbs/965_monitor.speed.ipynb #timed-fit
 @contextmanager
 def _timed_epoch(learn, fit):
-    clock,shows = EpochClock(learn),[*learn._grab_cbs(EventTeller), *learn._grab_cbs(ProgressCallback)] if is_main() and not learn._grab_cbs(MeterSums) else []
-    with Loans() as loans:
-        for cb in shows[:1]: loans.lend(cb, 'after_batch', EpochBar(fit, clock).after_batch)
+    clock,is_shown = EpochClock(learn),is_main() and not learn._grab_cbs(MeterSums)
+    bar = EpochBar(fit, clock)
+    with Loans() as loans, after_bar(learn, bar.after_batch if is_shown else noop):
+        for cb in learn._grab_cbs(EventTeller) if is_shown else (): loans.lend(cb, 'after_batch', bar.after_told)
         yield
     if clock.is_whole: fit.sums.append({**clock.sums(), 'memory': memory_used(learn._grab_cbs(TPUTrainer)[0].device)})
 

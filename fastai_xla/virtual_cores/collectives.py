@@ -118,7 +118,7 @@ def _all_reduce(old, op, x, scale, groups, pin_layout=True):
 
 @_collective('_xla_all_reduce_inplace')
 def _all_reduce_inplace(old, op, xs, scale, groups, pin_layout=True):
-    return old(op, xs, scale, groups, pin_layout) if _is_stock(op, xs[0], groups) else _fill(xs, _reduce(op, xs, scale, groups))
+    return old(op, xs, scale, groups, pin_layout) if len(xs) and _is_stock(op, xs[0], groups) else _fill(xs, _reduce(op, xs, scale, groups))
 
 @_stands_for(_recording, lambda: torch.ops._c10d_functional, 'all_reduce')
 def _c10d_all_reduce(old, x, op, group=''): return _lib()._xla_all_reduce(op, x, 1., [], True)
