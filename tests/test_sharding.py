@@ -254,14 +254,16 @@ def images_predict_tta_export():
     near(l, quiet(l, plain, plain.predict, item)[1:], quiet(l, plain, l.load_learner('e.pkl').predict, item)[1:])
     assert pieces(l, learn.model[1].weight)==[(4,4)]*8
 
+def augmented(l):
+    "A Learner of images with batch transforms"
+    learn = l.cnn(opt_func=l.SGD)
+    l.set_seed(1)
+    learn.dls = l.image_dls(batch_tfms=[*l.aug_transforms(), l.Normalize.from_stats(*l.imagenet_stats)])
+    return learn
+
 @case('methods')
 def augmentation_on_the_device():
-    def mk(l):
-        learn = l.cnn(opt_func=l.SGD)
-        l.set_seed(1)
-        learn.dls = l.image_dls(batch_tfms=[*l.aug_transforms(), l.Normalize.from_stats(*l.imagenet_stats)])
-        return learn
-    l,_,learn = both(lambda o: o.fit(1, 1e-2), mk, tol=2e-4, fsdp=1)
+    l,_,learn = both(lambda o: o.fit(1, 1e-2), augmented, tol=2e-4, fsdp=1)
     assert {place for _,place,*_ in learn.tfm_placement.rows}=={'device'}
 
 @case('methods')
@@ -306,12 +308,7 @@ def two_hosts_are_as_one():
 
 @case('methods')
 def two_hosts_shuffle_and_augment():
-    def mk(l):
-        learn = l.cnn(opt_func=l.SGD)
-        l.set_seed(1)
-        learn.dls = l.image_dls(batch_tfms=[*l.aug_transforms(), l.Normalize.from_stats(*l.imagenet_stats)])
-        return learn
-    on_two_hosts(lambda o: o.fit(1, 1e-2, cbs=lib().MixUp(.4)), mk, fsdp=1, tol=2e-4)
+    on_two_hosts(lambda o: o.fit(1, 1e-2, cbs=lib().MixUp(.4)), augmented, fsdp=1, tol=2e-4)
 
 @case('methods')
 def two_hosts_send_each_sample_once():

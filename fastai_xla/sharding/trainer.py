@@ -11,7 +11,7 @@ __all__ = ['MeshTrainer', 'TPUShardedTrainer']
 import warnings
 from contextlib import contextmanager
 from fastai.basics import get_model, Learner
-from fastcore.all import noop, patch
+from fastcore.all import patch
 from ..models import norms
 from ..runtime.device import program_kind, xla_device, xr
 from ..runtime.hosts import n_hosts, whole_on_each
@@ -24,7 +24,7 @@ from ..train.move import learner_modules, move_learner, opt_tensors
 from ..train.state import is_display
 from ..train.meters import DeviceMetric
 from ..train.trainer import remove_trainers, TPUTrainer
-from ..distributed.learner import own_folder
+from ..distributed.learner import write_apart, write_together
 from .hosts import check_alike, slice_layout
 from .rules import as_rules, infer_sharding, make_mesh, TPUMesh
 from .place import BlockMarker, check_process, materialize_sharded, n_devices_for
@@ -156,17 +156,6 @@ def _said(learn, mesh, rules):
     return {'mesh': str(mesh), 'rules': str(rules), 'batch sizes': [getattr(o, 'bs', None) for o in loaders],
         'samples': [getattr(o, 'n', None) for o in loaders], 'parameters': shapes, 'seed': base_seed(), 'weights': _values(state)}
 
-def _write_apart(learn, cb):
-    "Give the Learner of a host that is not the first a folder of its own"
-    cb.shared_path,cb.shared_logger = learn.path,learn.logger
-    learn.path,learn.logger = own_folder(learn),noop
-    return learn
-
-def _leave_hosts(learn):
-    "Give back what `_write_apart` took"
-    for cb in learn._grab_cbs(TPUShardedTrainer):
-        if cb.shared_path is not None: learn.path,learn.logger,cb.shared_path = cb.shared_path,cb.shared_logger,None
-
 # %% ../../nbs/720_sharding.trainer.ipynb #to-tpu-sharded
 @patch
 def to_tpu_sharded(self:Learner,
@@ -197,7 +186,7 @@ def to_tpu_sharded(self:Learner,
     start_spmd(mesh.n)
     device = xla_device()
     _join_hosts(self, mesh, rules)
-    _leave_hosts(self)
+    write_together(self)
     remove_trainers(self)
     materialize_sharded(self, mesh, rules, device)
     move_learner(self, device)
@@ -205,7 +194,7 @@ def to_tpu_sharded(self:Learner,
     cb.place()
     cb.device = device
     cb.feed()
-    return self if is_main() else _write_apart(self, cb)
+    return self if is_main() else write_apart(self, cb)
 
 def _warn_bs(bs, k):
     if bs and bs%k:
@@ -216,7 +205,7 @@ def _warn_bs(bs, k):
 @patch
 def detach_tpu_sharded(self:Learner):
     "Back to a plain Learner on the CPU, with the optimizer's state"
-    _leave_hosts(self)
+    write_together(self)
     return self.detach_tpu()
 
 @patch
