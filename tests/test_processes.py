@@ -204,9 +204,9 @@ script = '''
 import os, sys, time, torch, torch_xla, torch_xla.core.xla_model as xm, torch_xla.runtime as xr
 from fastai_xla.virtual_cores import *
 def f(rank):
-    print(f"{rank} {xr.world_size()} {xm.all_reduce('sum', torch.tensor([rank]).to('xla')).item()}", flush=True)
+    print(f"{rank} {xr.world_size()} {xm.all_reduce('sum', torch.tensor([rank]).to('xla')).item()}\\n", end='', flush=True) # in one write
     if sys.argv[1]=='fork':
-        print(os.getpid(), flush=True)
+        print(f'{os.getpid()}\\n', end='', flush=True)
         if rank==0: time.sleep(600)
         return
     if rank==1: raise ValueError('boom')
