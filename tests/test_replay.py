@@ -2,6 +2,7 @@
 import os, random, re, signal, tempfile
 from itertools import count, cycle
 from copy import deepcopy
+from queue import SimpleQueue
 import numpy as np, pytest
 from synth import *
 from fastai.callback.fp16 import MixedPrecision
@@ -202,12 +203,32 @@ def test_new_optimizer_state():
             for s in self.opt.state.values(): s['grad_avg'] = torch.zeros_like(s['grad_avg'])
     assert both(lambda: learner(cbs=Replaces())).replay.n_replayed>=14
 
-def test_checked_again():
-    "One step in so many is traced"
-    learn = learner(n=160).to_tpu()
+def test_checked_again(monkeypatch):
+    "One step in so many is traced; what it may have left elsewhere is looked for at the 1st, 2nd, 4th and 8th"
+    from fastai_xla.train import replay
+    looks,stock = [],replay.kept_of_step
+    monkeypatch.setattr(replay, 'kept_of_step', lambda *args: looks.append(1) or stock(*args))
+    learn = learner(n=320).to_tpu()
     learn.replay.check_every = 5
     with learn.no_bar(),learn.no_logging(): learn.fit(1, 1e-2)
-    eq((learn.replay.n_replayed, learn.replay.n_traced), (15,5)) # 2 traced, then 5 and 1 in turn
+    eq((learn.replay.n_replayed, learn.replay.n_traced, len(looks)), (32,8,4)) # 2 traced, then 5 and 1 in turn
+
+late,kept = SimpleQueue(),SimpleQueue()
+class KeepsLate(nn.Module):
+    "Keeps what it computes in all steps but the first two, where nothing tells that"
+    def __init__(self): super().__init__(); self.layer = nn.Linear(8, 3)
+    def forward(self, x):
+        res = self.layer(x)
+        if self.training: late.put(0) if late.qsize()<2 else kept.put(res)
+        return res*2
+
+def test_keeps_what_it_computes_later():
+    "A step that has left more than the one before is looked at, whichever it is"
+    learn = learner(KeepsLate, n=160).to_tpu()
+    learn.replay.check_every = 5
+    with learn.no_bar(),learn.no_logging(): learn.fit(1, 1e-2)
+    assert 'something keeps a tensor that a step computes' in learn.replay.why
+    eq((learn.replay.n_replayed, learn.replay.n_traced, kept.qsize()), (5,15,13))
 
 def test_a_callback_sees_the_batch():
     "Of a callback that says that it changes nothing: predictions and loss are those of the batch"

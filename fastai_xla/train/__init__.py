@@ -7,6 +7,7 @@ from .meters import *
 from .stand_ins import *
 from .capture import *
 from .effects import *
+from .parts import *
 from .replay import *
 from .on_device import *
 from .strict import *

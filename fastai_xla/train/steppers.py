@@ -20,7 +20,7 @@ from ..runtime.device import torch_xla
 from ..patches.ops import widen
 
 # %% ../../nbs/400_train.steppers.ipynb #steppers
-_formulas = {}
+_formulas,_unwrap = {},lru_cache(inspect.unwrap)
 
 def stands_for(
     stock, # fastai's stepper
@@ -29,7 +29,7 @@ def stands_for(
 ):
     "Decorator: `f(v, s)` stands for fastai's `stock`"
     def _inner(f):
-        _formulas[inspect.unwrap(stock)] = SimpleNamespace(scalars=scalars, makes=tuple(makes), f=f)
+        _formulas[_unwrap(stock)] = SimpleNamespace(scalars=scalars, makes=tuple(makes), f=f)
         return f
     return _inner
 
@@ -37,7 +37,7 @@ def step_formula(
     stock, # A stepper
 ):
     "What stands for `stock`: `scalars`, `makes` and `f` as in `stands_for`; None if nothing does"
-    return _formulas.get(inspect.unwrap(stock))
+    return _formulas.get(_unwrap(stock))
 
 def _debiased(h, **kw):
     "The numbers that Adam and its kin share"
@@ -142,7 +142,7 @@ def stepper_of(
     "fastai's function and its arguments, None for one that is not known here"
     f,kw = (cb.func,cb.keywords) if isinstance(cb, partial) else (cb,{})
     if step_formula(f) is None or getattr(cb, 'args', ()) or not set(kw) <= {'dampening','clip'}: return None
-    return inspect.unwrap(f), *sorted((k,bool(v)) for k,v in kw.items())
+    return _unwrap(f), *sorted((k,bool(v)) for k,v in kw.items())
 
 class StepRow(NamedTuple):
     numbers:dict # By name
