@@ -10,8 +10,9 @@
 Each contender trains in a process of its own, in turn with the others; a number is the median over the steps of all rounds. Host time
 is the CPU time of the training thread from the end of a step to the end of the next, without that of counting, which another busy process doesn't change as it
 does wall time. All train the same model on the same batches with AdamW on a one-cycle schedule; fastai's and fastai_xla's have a progress
-bar, a recorder and a metric. On 8 virtual cores each replica has an eighth of the batch, and its numbers are those of one core; the process
-has one program for all cores when the parameters are sharded. With `--tpu` the TPU's compiler estimates how long a described chip takes for
+bar, a recorder and a metric. On 8 virtual cores each replica has an eighth of the batch, and its numbers are those of one core; all of them
+share one interpreter, which on a TPU each has to itself: `replica` is one in a process of its own, whose program has nobody to reduce with.
+The process has one program for all cores when the parameters are sharded. With `--tpu` the TPU's compiler estimates how long a described chip takes for
 the step, which hides the host's work where that is less. Graph and memory are XLA's own account of the program of a step, of one core.
 Lightning knows no XLA device but a TPU, so three of its methods are replaced to let it run on the CPU.
 """
@@ -31,7 +32,7 @@ BS,LR,WARM,CORES = 16,1e-3,6,8
 WORKS = dict(vit='timm ViT, 12 blocks of width 64, 16 px', resnet18='resnet18, 64 px', mlp='MLP of 8 layers')
 MORE = dict(vit24='timm ViT, 24 blocks of width 64, 16 px', vit_tiny='timm ViT-tiny, 12 blocks of width 192, 64 px')
 CONTENDERS = dict(hand='hand-written torch_xla loop, `torch.optim.AdamW`', syncfree='the same with `torch_xla.amp.syncfree.AdamW`', naive='naive fastai: `model.to`, a callback that syncs',
-                  fastai_xla='fastai_xla, one core', traced='the same with `to_tpu(replay=False)`', distributed='fastai_xla, distributed, 8 virtual cores', sharded='fastai_xla, sharded, 8 virtual cores', stock='fastai_xla with the optimizer step of fastai', accelerate='accelerate', lightning='Lightning')
+                  fastai_xla='fastai_xla, one core', traced='the same with `to_tpu(replay=False)`', distributed='fastai_xla, distributed, 8 virtual cores', replica='one of its replicas, alone in its process', sharded='fastai_xla, sharded, 8 virtual cores', stock='fastai_xla with the optimizer step of fastai', accelerate='accelerate', lightning='Lightning')
 TRIED = dict(compiled="fastai_xla, the model by `torch.compile(backend='openxla')`", scanned='fastai_xla, the blocks of the ViT by `scan_layers`',
              seldom='fastai_xla, one core, by `to_tpu(fetch_every=60)`: each second, the default, is each step where a step takes a second')
 
@@ -159,17 +160,17 @@ def run_sharded(work, n, tick):
     learn.fit_one_cycle(1, LR)
     return float(learn.recorder.losses[-1])
 
-def replica(rank, work, n):
-    "One of the replicas of `run_distributed`; what the main one counted"
+def replica(rank, work, n, cores):
+    "One of the replicas of `run_distributed`, which trains what one of 8 would; what the main one counted"
     import fastai_xla.all
     tick = Ticks()
     learn = learner(work, n, [ticker(tick)], bs=BS//CORES).to_tpu_distributed()
     learn.fit_one_cycle(1, LR)
-    return dict(tick.result(CORES), loss=float(learn.recorder.losses[-1]))
+    return dict(tick.result(cores), loss=float(learn.recorder.losses[-1]))
 
-def run_distributed(work, n, tick):
+def run_distributed(work, n, tick, cores=CORES):
     from fastai_xla.all import tpu_launch
-    return tpu_launch(replica, work, n, n_cores=CORES)[0]
+    return tpu_launch(replica, work, n, cores, n_cores=cores)[0]
 
 def run_accelerate(work, n, tick):
     import torch
@@ -211,7 +212,7 @@ def run_lightning(work, n, tick):
     trainer.fit(Module(), torch.utils.data.DataLoader(data(work, n), batch_size=BS))
     return float(trainer.callback_metrics['loss'])
 
-RUNS = dict(hand=run_hand, syncfree=partial(run_hand, syncfree=True), naive=run_naive, fastai_xla=run_fastai_xla, traced=partial(run_fastai_xla, replay=False), distributed=run_distributed, sharded=run_sharded,
+RUNS = dict(hand=run_hand, syncfree=partial(run_hand, syncfree=True), naive=run_naive, fastai_xla=run_fastai_xla, traced=partial(run_fastai_xla, replay=False), distributed=run_distributed, replica=partial(run_distributed, cores=1), sharded=run_sharded,
             stock=partial(run_fastai_xla, stock=True), accelerate=run_accelerate, lightning=run_lightning, compiled=run_compiled, scanned=run_scanned,
             seldom=partial(run_fastai_xla, fetch_every=60.))
 

@@ -11,9 +11,10 @@ __all__ = ['XLACallback', 'xla_callbacks', 'around_phases', 'whole_model', 'shar
 import sys, threading
 from contextlib import ExitStack, nullcontext
 from functools import partial
+from operator import attrgetter
 import fastai.basics
 from fastai.basics import Callback, DataLoader, Learner, join_path_file
-from fastcore.all import noop
+from fastcore.all import L, noop
 from ..runtime.transfer import resting, still_fed
 from .registry import Loans, replaces
 
@@ -49,7 +50,7 @@ class XLACallback(Callback):
 
 def xla_callbacks(learn:Learner):
     "The callbacks of `learn` that are asked, in their order"
-    return learn.cbs.sorted('order').filter(lambda cb: isinstance(cb, XLACallback))
+    return L(sorted([cb for cb in learn.cbs if isinstance(cb, XLACallback)], key=attrgetter('order')))
 
 # %% ../../nbs/130_patches.learner.ipynb #phase
 _phases = 'fit','epoch','train','validate'

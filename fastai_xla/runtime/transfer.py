@@ -52,6 +52,7 @@ def map_tensors(
     select=on_xla, # Which tensors of `b` to hand to `f`
 ):
     "`b` with its selected tensors replaced by what `f` makes of all of them at once, types and metadata kept"
+    if isinstance(b, torch.Tensor): return _like(f([b])[0], b) if select(b) else b # of most, much quicker
     ts = _selected(b, select)
     res = iter(f(ts) if ts else ())
     return _nested(lambda o: _like(next(res), o) if select(o) else o, b)
