@@ -148,18 +148,17 @@ def _model(name, img_size, n_classes):
 
 def _mesh(spec):
     from fastai_xla.sharding import make_mesh
-    must,axes = f"--mesh {spec!r} must be like fsdp=64 or replica=2,fsdp=8",re.findall(r'([a-z_]\w*)=(\d+)', spec, re.I)
+    must,axes = f"--mesh {spec!r} must be `any`, or like fsdp=64 or replica=2,fsdp=8",re.findall(r'([a-z_]\w*)=(\d+)', spec, re.I)
     if not axes or spec!=','.join(map('='.join, axes)): raise ValueError(must)
-    sizes = {k: int(v) for k,v in axes}
-    if len(sizes)<len(axes): raise ValueError(f"{must}, and give each axis once")
-    try: return make_mesh(**sizes)
+    if len(dict(axes))<len(axes): raise ValueError(f"{must}, and give each axis once")
+    try: return make_mesh(**{k: int(v) for k,v in axes})
     except ValueError as e: raise ValueError(f"{must}: {e}") from e
 
 def _plan(args):
     "Print what a training takes"
     p = _parser('plan', 'Memory of each core and time of a step, without a TPU', 'fastai-xla plan --model vit_10b --mesh fsdp=64 --batch 1024 --bf16')
     p.add_argument('--model', required=True, help='vit_10b, vit_3b, vit_1b, vit_100m, vit_10m or a name of timm')
-    p.add_argument('--mesh', default='fsdp=8', help='sizes of its axes, as in replica=2,fsdp=8 (default: fsdp=8)')
+    p.add_argument('--mesh', default='fsdp=8', help='sizes of its axes, as in replica=2,fsdp=8; any: the smallest slice of each kind of TPU (default: fsdp=8)')
     p.add_argument('--batch', type=_count, required=True, help='samples of a step, on all cores together')
     p.add_argument('--img_size', type=_count, help="pixels, each way (default: the model's)")
     p.add_argument('--num_classes', type=_count, default=1000, help='(default: 1000)')
@@ -168,10 +167,10 @@ def _plan(args):
     for o,by in dict(bf16='as by `to_bf16`', ema='with averages by `EMACallback`').items(): p.add_argument(f'--{o}', action='store_true', help=by)
     p.add_argument('--mfu', type=_part, default=.4, help='part of the peak speed (default: 0.4)')
     a = p.parse_args(args)
-    from fastai_xla.monitor.plan import plan_training
+    from fastai_xla.monitor.plan import plan_training, smallest_slices
     try:
-        model,shape = _model(a.model, a.img_size, a.num_classes)
-        print(plan_training(model, _mesh(a.mesh), a.batch, shape, opt=a.opt, grad_ckpt=a.grad_ckpt, scan=a.scan, bf16=a.bf16, mfu=a.mfu, ema=a.ema))
+        (model,shape),how = _model(a.model, a.img_size, a.num_classes),{k: vars(a)[k] for k in ('opt','grad_ckpt','scan','bf16','mfu','ema')}
+        print(smallest_slices(model, a.batch, shape, **how) if a.mesh=='any' else plan_training(model, _mesh(a.mesh), a.batch, shape, **how))
     except ValueError as e: p.error(str(e))
     return 0
 
