@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn import functional as F
 from fastcore.all import noop
 from fastai.callback.rnn import RNNRegularizer
-from fastai_xla.all import Loans, XLADL, apply_patches, to_host, undo_patches, xla_device
+from fastai_xla.all import EvalEvery, Loans, XLADL, apply_patches, to_host, undo_patches, xla_device
 from fastai_xla.data import bucket_lens
 from fastai_xla.models import lend_text, pads_text
 from fastai.text.all import LMLearner, TensorImage, TfmdDL
@@ -156,6 +156,16 @@ def test_padding_is_neutral_for_the_regularizer():
     assert loss(sl)!=pytest.approx(loss(sl+19), rel=1e-5)
 
 # ---- told once
+
+def test_another_set_in_the_middle_of_an_epoch():
+    "A language model goes on with the states that it had, to the last bit, and draws the dropout that it would have drawn"
+    def trained(steps):
+        learn = language_model(drops=ALL_DROPS).to_tpu()
+        cbs = [EvalEvery(learn.dls.valid, 'other', steps=o) for o in steps]
+        torch.manual_seed(3)
+        return quiet_fit(learn, 1, cbs=cbs).recorder,*cbs
+    (a,),(b,other) = trained([]),trained([2])
+    assert a.losses==b.losses and len(other.history)==3 and [*a.values[0]]==[*b.values[0]][:4]==[a.values[0][0], *other.history[-1][1:]]
 
 def test_many_shapes_are_told_once():
     rng = np.random.RandomState(0)
