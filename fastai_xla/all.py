@@ -40,6 +40,7 @@ from .models.blocks import *
 from .models.ranges import *
 from .train.move import *
 from .train.state import *
+from .train.layouts import *
 from .train.steppers import *
 from .train.optimizer import *
 from .train.meters import *

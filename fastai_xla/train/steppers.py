@@ -18,6 +18,7 @@ import fastai.optimizer as fo, torch
 from fastai.optimizer import debias
 from ..runtime.device import torch_xla
 from ..patches.ops import widen
+from .layouts import arranged
 
 # %% ../../nbs/400_train.steppers.ipynb #steppers
 _formulas = {}
@@ -201,6 +202,11 @@ def _lower(made, tensors):
     assert len(inputs)==len(ctx.device_parameter_id_tensor_mapping()), 'a stepper holds a constant tensor: its numbers belong in `scalars`'
     return ctx.hlo(),inputs
 
+def _last_first(specs, inputs):
+    "The order of arguments in which XLA, which meets the last one first, has parameters and then their state as the results are: kind by kind"
+    kinds,all_ = ('g','sqr_avg','grad_avg','p'),[('g',0), *((k,i) for i,o in enumerate(specs) for k in o.names)]
+    return sorted(range(len(inputs)), key=lambda j: (kinds.index(all_[inputs[j]][0]), -all_[inputs[j]][1]))
+
 @lru_cache(64)
 def step_program(
     steppers:tuple, # From `stepper_of`
@@ -208,6 +214,7 @@ def step_program(
     n_rows:int, # Rows, which are sent one after the other as one tensor
     dtype, # Of that tensor
     specs:tuple, # A `ParamSpec` for each parameter
+    pin:bool=False, # Have the gradients of convolutions' weights in the layout of the weights? For a TPU only
 ):
     "The update of all parameters: called with the rows and each parameter's tensors it returns what is new, by name"
     import torch_xla.core.xla_builder as xb
@@ -216,8 +223,12 @@ def step_program(
     rows = [SimpleNamespace(**dict(zip(names, scalars[i*n:(i+1)*n]))) for i in range(n_rows)]
     tensors = [[xb.create_placeholder_tensor(o.shape, t) for t in o.dtypes] for o in specs]
     new = [_update(steppers, o, rows[o.row], ts) for o,ts in zip(specs, tensors)]
-    hlo,inputs = _lower([t for d in new for t in d.values()], [numbers, *(t for ts in tensors for t in ts)])
-    return _Program(xb.computation_from_module_proto('fastai_step', hlo), inputs, [list(d) for d in new])
+    flat = [numbers, *(t for ts in tensors for t in ts)]
+    hlo,inputs = _lower([t for d in new for t in d.values()], flat)
+    order,grads = _last_first(specs, inputs),{id(t) for o,ts in zip(specs, tensors) for k,t in zip(o.names, ts) if pin and k=='g' and t.ndim>2}
+    pinned = [i for i,j in enumerate(inputs) if id(flat[j]) in grads]
+    computation = arranged(xb.computation_from_module_proto('fastai_step', hlo), [flat[i] for i in inputs], order, pinned)
+    return _Program(computation, [inputs[i] for i in order], [list(d) for d in new])
 
 # %% ../../nbs/400_train.steppers.ipynb #mask
 _masks,_most = WeakKeyDictionary(),16
