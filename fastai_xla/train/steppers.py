@@ -18,7 +18,7 @@ import fastai.optimizer as fo, torch
 from fastai.optimizer import debias
 from ..runtime.device import torch_xla
 from ..patches.ops import widen
-from .layouts import arranged
+from .layouts import arranged_update
 
 # %% ../../nbs/400_train.steppers.ipynb #steppers
 _formulas = {}
@@ -181,6 +181,7 @@ def _update(steppers, spec, numbers, tensors):
     new = {k: getattr(v, k) for k in (*given,'local_lr') if hasattr(v, k)}
     return {k: t.to(given[k].dtype) if k in given else t for k,t in new.items() if t is not old.get(k)}
 
+# %% ../../nbs/400_train.steppers.ipynb #lowered
 class _Program(NamedTuple):
     "The update of all parameters as a computation"
     computation:object
@@ -202,11 +203,7 @@ def _lower(made, tensors):
     assert len(inputs)==len(ctx.device_parameter_id_tensor_mapping()), 'a stepper holds a constant tensor: its numbers belong in `scalars`'
     return ctx.hlo(),inputs
 
-def _last_first(specs, inputs):
-    "The order of arguments in which XLA, which meets the last one first, has parameters and then their state as the results are: kind by kind"
-    kinds,all_ = ('g','sqr_avg','grad_avg','p'),[('g',0), *((k,i) for i,o in enumerate(specs) for k in o.names)]
-    return sorted(range(len(inputs)), key=lambda j: (kinds.index(all_[inputs[j]][0]), -all_[inputs[j]][1]))
-
+# %% ../../nbs/400_train.steppers.ipynb #step-program
 @lru_cache(64)
 def step_program(
     steppers:tuple, # From `stepper_of`
@@ -223,12 +220,10 @@ def step_program(
     rows = [SimpleNamespace(**dict(zip(names, scalars[i*n:(i+1)*n]))) for i in range(n_rows)]
     tensors = [[xb.create_placeholder_tensor(o.shape, t) for t in o.dtypes] for o in specs]
     new = [_update(steppers, o, rows[o.row], ts) for o,ts in zip(specs, tensors)]
-    flat = [numbers, *(t for ts in tensors for t in ts)]
-    hlo,inputs = _lower([t for d in new for t in d.values()], flat)
-    order,grads = _last_first(specs, inputs),{id(t) for o,ts in zip(specs, tensors) for k,t in zip(o.names, ts) if pin and k=='g' and t.ndim>2}
-    pinned = [i for i,j in enumerate(inputs) if id(flat[j]) in grads]
-    computation = arranged(xb.computation_from_module_proto('fastai_step', hlo), [flat[i] for i in inputs], order, pinned)
-    return _Program(computation, [inputs[i] for i in order], [list(d) for d in new])
+    named,flat = [(k,i) for i,o in enumerate(specs) for k in o.names],[t for ts in tensors for t in ts]
+    hlo,inputs = _lower([t for d in new for t in d.values()], [numbers, *flat])
+    computation,inputs = arranged_update(xb.computation_from_module_proto('fastai_step', hlo), inputs, [numbers, *flat], [('g',0), *named], pin)
+    return _Program(computation, inputs, [list(d) for d in new])
 
 # %% ../../nbs/400_train.steppers.ipynb #mask
 _masks,_most = WeakKeyDictionary(),16
