@@ -33,6 +33,7 @@ from .data.stream import *
 from .models.deferred import *
 from .models.repeats import *
 from .models.norms import *
+from .models.tpu_forms import *
 from .models.text import *
 from .models.timm import *
 from .models.scan import *
