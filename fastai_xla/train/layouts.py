@@ -16,18 +16,20 @@ import torch
 def _padded(
     n:int, # Numbers of the fastest dim
     rows:int, # Numbers of the next one
+    least:int, # Rows of the smallest tile
 ):
     "How many times more memory they take in tiles"
-    height = min(8, 1<<(rows-1).bit_length())
+    height = min(8, max(least, 1<<(rows-1).bit_length()))
     return math.ceil(n/128)*128*math.ceil(rows/height)*height/(n*rows)
 
 def tpu_layout(
     shape, # Of an argument of a program, with two dims or more
+    dtype=torch.float32, # Of it; of smaller numbers two or four rows share a tile's
 ):
     "Its dims from the fastest to the slowest, as libtpu lays it out"
     dims = [*range(len(shape))][::-1]
     pairs = [(i,j) for i in dims for j in dims if i!=j]
-    first = min(pairs, key=lambda o: _padded(shape[o[0]], shape[o[1]]))
+    first = min(pairs, key=lambda o: _padded(shape[o[0]], shape[o[1]], 4//dtype.itemsize))
     return [*first, *(d for d in dims if d not in first)]
 
 # %% ../../nbs/395_train.layouts.ipynb #pin
@@ -47,7 +49,7 @@ _types = {torch.float16:10, torch.float32:11, torch.float64:12, torch.bfloat16:1
 
 def _pinning(dtype, shape):
     "The program that takes a tensor and returns it in its `tpu_layout`, as bytes"
-    s = _message((2, _types[dtype]), *((3, n) for n in shape), (5, _message(*((1, d) for d in tpu_layout(shape)))))
+    s = _message((2, _types[dtype]), *((3, n) for n in shape), (5, _message(*((1, d) for d in tpu_layout(shape, dtype)))))
     x = _message((1, 'x.1'), (2, 'parameter'), (3, s), (35, 1))
     y = _message((1, 'y.2'), (2, 'custom-call'), (3, s), (28, 'LayoutConstraint'), (35, 2), (36, 1), (56, 1), (57, s))
     signature = _message((1, s), (2, s), (3, 'x.1'))
