@@ -33,6 +33,7 @@ from .data.stream import *
 from .models.deferred import *
 from .models.repeats import *
 from .models.norms import *
+from .models.tpu_forms import *
 from .models.text import *
 from .models.timm import *
 from .models.scan import *
@@ -40,6 +41,7 @@ from .models.blocks import *
 from .models.ranges import *
 from .train.move import *
 from .train.state import *
+from .train.layouts import *
 from .train.steppers import *
 from .train.optimizer import *
 from .train.meters import *

@@ -83,6 +83,24 @@ def test_what_was_compiled_is_kept(no_process_left):
     assert len(list(compiling._cache_folder().iterdir()))==2
     assert repr(first)==repr(again) and 'by module: ' in repr(first)
 
+def test_layouts_of_arguments():
+    "libtpu lays out what a program takes as `tpu_layout` says"
+    res = run('-c', layouts, timeout=120)
+    assert res.returncode==0, res.stderr
+
+layouts = """
+import torch
+from fastai_xla.monitor import hlo_message, tpu_slice
+from fastai_xla.monitor.libtpu import TPUCompiler
+from fastai_xla.train.layouts import _pinning, tpu_layout
+compiler = TPUCompiler(tpu_slice('v5e-1'))
+for shape in ((64,64,3,3), (128,64,3,3), (128,64,1,1), (64,128,1,1), (64,3,7,7), (96,1,7,7), (100,96,3,3), (768,3,16,16), (64,48,5,5,5), (64,48,5), (24,10,3,3)):
+    for dtype in (torch.float32, torch.bfloat16):
+        module,_ = compiler.compile(hlo_message('HloModuleProto').FromString(_pinning(dtype, shape)))
+        x, = [o for c in module.computations if c.id==module.entry_computation_id for o in c.instructions if o.opcode=='parameter']
+        assert [*x.shape.layout.minor_to_major]==tpu_layout(shape, dtype), (shape, dtype)
+"""
+
 @pytest.mark.parametrize('name', FAMILIES)
 def test_families(name, no_process_left):
     make,slice,form,options = FAMILIES[name]
@@ -95,6 +113,9 @@ def test_families(name, no_process_left):
     if options.get('scan'): assert {'0.model.blocks'} < {m for m,_ in train.by_module(9)} # the loop as one, and what is outside of it
     assert 'replicas' not in name or r.programs['valid'].memory.args>r.memory['parameters'] # it is the model's
     if 'replicas' in name: assert any(k=='all-reduce' and s.count('f32[')>3 for k,s in train.unknown), train.unknown # of each gradient as it is
+    n_copies = sum(o.runs for o in train.works if o.kind=='copy')
+    if name=='unet': assert n_copies<60 # 130 if updates had the layout of the convolutions and wrote over each other's tensors
+    if name=='vit_v6e': assert n_copies<30 and not train.share('reduce-window'), train # 49, and windows in torch_xla's layer norms
     if 'bf16' in name: assert not any('float32' in o for o in r.found['train'])
     if 'images' in name: # what is looked up are whole images and numbers of classes: pixels are sampled by products
         assert max([int(s.split('[')[1].split(',')[0].rstrip(']')) for k,s in train.unknown if 'gather' in k], default=0)<=learn.dls.bs

@@ -2,6 +2,7 @@
 from .deferred import *
 from .repeats import *
 from .norms import *
+from .tpu_forms import *
 from .text import *
 from .timm import *
 from .scan import *

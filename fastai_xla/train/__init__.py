@@ -1,6 +1,7 @@
 "Training on one core."
 from .move import *
 from .state import *
+from .layouts import *
 from .steppers import *
 from .optimizer import *
 from .meters import *

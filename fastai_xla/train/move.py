@@ -164,6 +164,11 @@ class Renewal:
         ts = [ts[k] for k in [*(k for k in self.marks if k in ts), *sorted(marks.keys()-self.marks.keys(), key=marks.get)]]
         for t,h in zip(ts, to_host(ts)): t.data = send([h], t.device)[0]
 
+    def send_last(self, learn, ts):
+        "Send the tensors `ts` of `learn` anew, so that they are younger than all others"
+        for t,h in zip(ts, to_host(ts)): t.data = send([h], t.device)[0]
+        self.note(learn)
+
 # %% ../../nbs/380_train.move.ipynb #host
 def host_values(
     ts, # Parameters and buffers

@@ -13,7 +13,7 @@ import gc, traceback
 from functools import partial
 import torch
 from fastai.basics import find_bs, TrainEvalCallback
-from ..runtime.device import torch_xla
+from ..runtime.device import program_kind, torch_xla, xr
 from ..runtime.transfer import feed, is_shard, on_xla, resting, send, tensors_of, to_host, unfeed
 from ..patches.registry import Loans
 from ..patches.learner import XLACallback
@@ -21,6 +21,7 @@ from ..data.placement import TfmPlacement
 from ..data.loader import XLADL
 from ..data.rng import kept_rng
 from ..models.norms import lend_weight_norms
+from ..models.tpu_forms import lend_tpu_forms
 from ..models.text import lend_text, pads_text
 from ..models.timm import lend_timm
 from .move import HostValues, move_learner, opt_states, placed_tensors, Renewal
@@ -208,6 +209,7 @@ class OnDevice(DevicePhases):
         lend_stand_ins(self.learn, self.loans)
         if self.opt is not None: lend_step(self.opt, self.loans)
         for f in (lend_text, lend_timm, lend_weight_norms): f(self.model, self.loans)
+        if program_kind()=='TPU' and not xr.is_spmd(): lend_tpu_forms(self.loans) # the partitioner splits torch_xla's
 
     def _start(self, pad):
         "Get ready for a loop over batches, padded or not"

@@ -16,7 +16,7 @@ import fastai.optimizer as fo, torch
 from fastai.optimizer import Lookahead, Optimizer, OptimWrapper
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-from ..runtime.device import xr
+from ..runtime.device import program_kind, xr
 from ..runtime.transfer import on_xla, send
 from ..patches.grads import fill_grad
 from .steppers import ParamSpec, mask_of, step_formula, step_program, step_row, stepper_of, torch_rmsprop, torch_rmsprop_mom
@@ -126,7 +126,7 @@ def _apply(opt, work, unwritten=()):
     ins = [_inputs(o) for o in work.todo]
     specs = tuple(_spec_of(ts, row, o.state, work.hypers[o.group]) for ts,row,o in zip(ins, idxs, work.todo))
     dtype = torch.float64 if any(o.p.dtype is torch.float64 for o in work.todo) else torch.float32
-    program = step_program(work.steppers, tuple(rows[0].numbers), len(rows), dtype, specs)
+    program = step_program(work.steppers, tuple(rows[0].numbers), len(rows), dtype, specs, pin=program_kind()=='TPU' and not xr.is_spmd())
     mask = mask_of(opt)
     numbers = _send_for(opt, work, mask, dtype, work.todo[0].p.device)
     for o,new in zip(work.todo, program([numbers, *(t for ts in ins for t in ts.values())])):

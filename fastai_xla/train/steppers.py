@@ -18,6 +18,7 @@ import fastai.optimizer as fo, torch
 from fastai.optimizer import debias
 from ..runtime.device import torch_xla
 from ..patches.ops import widen
+from .layouts import arranged_update
 
 # %% ../../nbs/400_train.steppers.ipynb #steppers
 _formulas,_unwrap = {},lru_cache(inspect.unwrap)
@@ -180,6 +181,7 @@ def _update(steppers, spec, numbers, tensors):
     new = {k: getattr(v, k) for k in (*given,'local_lr') if hasattr(v, k)}
     return {k: t.to(given[k].dtype) if k in given else t for k,t in new.items() if t is not old.get(k)}
 
+# %% ../../nbs/400_train.steppers.ipynb #lowered
 class _Program(NamedTuple):
     "The update of all parameters as a computation"
     computation:object
@@ -201,6 +203,7 @@ def _lower(made, tensors):
     assert len(inputs)==len(ctx.device_parameter_id_tensor_mapping()), 'a stepper holds a constant tensor: its numbers belong in `scalars`'
     return ctx.hlo(),inputs
 
+# %% ../../nbs/400_train.steppers.ipynb #step-program
 @lru_cache(64)
 def step_program(
     steppers:tuple, # From `stepper_of`
@@ -208,6 +211,7 @@ def step_program(
     n_rows:int, # Rows, which are sent one after the other as one tensor
     dtype, # Of that tensor
     specs:tuple, # A `ParamSpec` for each parameter
+    pin:bool=False, # Have the gradients of convolutions' weights in the layout of the weights? For a TPU only
 ):
     "The update of all parameters: called with the rows and each parameter's tensors it returns what is new, by name"
     import torch_xla.core.xla_builder as xb
@@ -216,8 +220,10 @@ def step_program(
     rows = [SimpleNamespace(**dict(zip(names, scalars[i*n:(i+1)*n]))) for i in range(n_rows)]
     tensors = [[xb.create_placeholder_tensor(o.shape, t) for t in o.dtypes] for o in specs]
     new = [_update(steppers, o, rows[o.row], ts) for o,ts in zip(specs, tensors)]
-    hlo,inputs = _lower([t for d in new for t in d.values()], [numbers, *(t for ts in tensors for t in ts)])
-    return _Program(xb.computation_from_module_proto('fastai_step', hlo), inputs, [list(d) for d in new])
+    named,flat = [(k,i) for i,o in enumerate(specs) for k in o.names],[t for ts in tensors for t in ts]
+    hlo,inputs = _lower([t for d in new for t in d.values()], [numbers, *flat])
+    computation,inputs = arranged_update(xb.computation_from_module_proto('fastai_step', hlo), inputs, [numbers, *flat], [('g',0), *named], pin)
+    return _Program(computation, inputs, [list(d) for d in new])
 
 # %% ../../nbs/400_train.steppers.ipynb #mask
 _masks,_most = WeakKeyDictionary(),16

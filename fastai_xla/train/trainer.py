@@ -18,7 +18,7 @@ from ..runtime.args import check_bool, check_path
 from ..patches.registry import Loans
 from ..patches.learner import xla_callbacks
 from ..data.rng import base_seed
-from ..models.norms import mixes_samples
+from ..models.norms import mixes_samples, running_stats
 from ..models.ranges import RangeCheck
 from .move import move_learner, Renewal
 from .optimizer import make_state_ahead
@@ -93,7 +93,9 @@ class TPUTrainer(BatchEnds):
     def before_train(self):
         if len(self.dl)==0: raise ValueError(_no_batches(self.dl))
         self._start(pad=False)
-        self.replay.start(self.learn, self.device, self.loans, make_state_ahead(self.opt), self.traced)
+        waiting = make_state_ahead(self.opt)
+        if waiting: self.renewal.send_last(self.learn, running_stats(self.model))
+        self.replay.start(self.learn, self.device, self.loans, waiting, self.traced)
 
     def before_validate(self):
         if not self.at_home: self._start(pad=True)
