@@ -89,8 +89,8 @@ def our_program(w):
     from fastai_xla.runtime.device import make_programs_for
     make_programs_for('TPU')
     with tempfile.TemporaryDirectory() as d:
-        program,_ = trace_phase(CompileJob(w.chips, w.form, tpu_slice_of(w).n, options_of(w)), dumps(learner(w))[0], Path(d)/'train', 'train')
-    return stock_collectives(program) if w.form=='distributed' else program
+        (step,),_ = trace_phase(CompileJob(w.chips, w.form, tpu_slice_of(w).n, options_of(w)), dumps(learner(w))[0], Path(d)/'train', 'train')
+    return stock_collectives(step.program) if w.form=='distributed' else step.program
 
 def ours(w, effort, cache):
     "What the compiler says of our training step"

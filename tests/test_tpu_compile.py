@@ -7,7 +7,7 @@ from torch import nn
 from fastai.vision.all import accuracy, CrossEntropyLossFlat, DataLoaders, Learner, TfmdDL
 import fastai_xla.all
 from fastai_xla.runtime import runtime_started
-from fastai_xla.monitor import CompileError, compile as compiling, libtpu, plan_training
+from fastai_xla.monitor import CompileError, CutReport, compile as compiling, libtpu, plan_training
 from fastai_xla.sharding import make_mesh, ShardRule
 from compile_families import FAMILIES
 from forks import Forked
@@ -91,13 +91,25 @@ def test_families(name, no_process_left):
     train = r.programs['train']
     assert r.fits and train.cycles>r.programs['valid'].cycles>1000 and train.memory.alias>0
     assert ('all-reduce' in train.collectives)==(r.slice.n>1)
-    if options.get('fsdp'): assert train.collectives['all-gather']>8
+    if name in cuts: check_cut(r, *cuts[name])
+    if options.get('fsdp') and name not in cuts: assert train.collectives['all-gather']>8
     if options.get('scan'): assert {'0.model.blocks'} < {m for m,_ in train.by_module(9)} # the loop as one, and what is outside of it
     assert 'replicas' not in name or r.programs['valid'].memory.args>r.memory['parameters'] # it is the model's
     if 'replicas' in name: assert any(k=='all-reduce' and s.count('f32[')>3 for k,s in train.unknown), train.unknown # of each gradient as it is
     if 'bf16' in name: assert not any('float32' in o for o in r.found['train'])
     if 'images' in name: # what is looked up are whole images and numbers of classes: pixels are sampled by products
         assert max([int(s.split('[')[1].split(',')[0].rstrip(']')) for k,s in train.unknown if 'gather' in k], default=0)<=learn.dls.bs
+
+cuts = dict(cut=([1,1], 'after_pred, compile_families.py:'), vit_mark_step=([1,2,1,1,2,1], 'forward, blocks.py:'))
+
+def check_cut(r, ns, place):
+    "Each program of the step, how often it runs, and what ends it; their sum"
+    for o in r.programs.values():
+        assert isinstance(o, CutReport) and o.parts[0].place.startswith(place) and o.parts[-1].place=='the end of the step', o
+        assert o.cycles==sum(p.report.cycles*p.n for p in o.parts)>0 and all(f'program {i}' in repr(o) for i in range(1, 1+len(o.parts)))
+    train = r.programs['train']
+    assert [p.n for p in train.parts]==ns, train
+    assert train.memory.total>=sum(r.held.values()) and min(r.memory.values())>=0
 
 def test_what_does_not_fit(no_process_left):
     class Wide(nn.Module):
