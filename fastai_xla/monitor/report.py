@@ -145,7 +145,8 @@ class CutReport(ProgramReport):
     ):
         self.parts,rs = parts,[o.report for o in parts]
         self.works = [w._replace(cycles=w.cycles*n, runs=w.runs*n) for r,n,_ in parts for w in r.works]
-        self.unknown,self.collectives = [sum((Counter({k: v*o.n for k,v in getattr(o.report, a).items()}) for o in parts), Counter()) for a in ('unknown','collectives')]
+        def summed(of): return sum((Counter({k: v*o.n for k,v in of(o.report).items()}) for o in parts), Counter())
+        self.unknown,self.collectives = summed(lambda r: r.unknown),summed(lambda r: r.collectives)
         self.n_wide,self.slice,self.seconds = sum(r.n_wide for r in rs),rs[0].slice,sum(r.seconds for r in rs)
         self.memory = max((r.memory._replace(args=max(r.memory.args, held)) for r in rs), key=lambda o: o.total)
 

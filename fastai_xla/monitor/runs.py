@@ -22,6 +22,7 @@ class ProgramRun(NamedTuple):
 
 _hash = re.compile(r'(Compilation|Execution) Analysis:   Graph Hash: (\w+)')
 _frame = re.compile(r'\w+ Analysis:   (\S+) \((.*:\d+)\)$')
+_between = re.compile('/torch_xla/|/fastai_xla/(monitor|patches)/') # where no user asks for a program
 
 class ProgramLog:
     "What a process compiles and runs"
@@ -42,7 +43,8 @@ class ProgramLog:
         res = []
         for line in self.file.read_text().splitlines() if self.file.exists() else []:
             if m := _hash.match(line): res.append(ProgramRun(m[2], m[1]=='Compilation'))
-            elif res and not res[-1].place and (m := _frame.match(line)) and '/torch_xla/' not in m[2]: res[-1] = res[-1]._replace(place=f'{m[1]}, {Path(m[2]).name}')
+            elif res and not res[-1].place and (m := _frame.match(line)) and not _between.search(m[2]):
+                res[-1] = res[-1]._replace(place=f'{m[1]}, {Path(m[2]).name}')
         return res
 
     def program(self,

@@ -132,6 +132,13 @@ def _fork_tracer(job, packed, folder, phase):
         (folder/'error.txt').write_text(f"{where.read_text() if where.exists() else ''}: {type(e).__name__}: {e}\n\n{traceback.format_exc()}")
     os._exit(1)
 
+# %% ../../nbs/920_monitor.trace.ipynb #programs
+class TracedProgram(NamedTuple):
+    "A program of a step"
+    program:object # A `HloModuleProto`
+    n:int # How often a step runs it
+    place:str # Where it ends: a function and a line, or 'the end of the step'
+
 def _read(file): return json.loads(file.read_text()) if file.exists() else {}
 
 def _programs(folder, alone):
@@ -148,12 +155,6 @@ def _programs(folder, alone):
     if all(o.program is not None for o in res): return res
 
 # %% ../../nbs/920_monitor.trace.ipynb #trace-phase
-class TracedProgram(NamedTuple):
-    "A program of a step"
-    program:object # A `HloModuleProto`
-    n:int # How often a step runs it
-    place:str # Where it ends: a function and a line, or 'the end of the step'
-
 def trace_phase(
     job:CompileJob,
     packed, # The Learner, by `dumps`
