@@ -3,6 +3,7 @@
     python -m venv jax && jax/bin/pip install 'jax[cpu]==0.7.1'   # its programs are of libtpu 0.0.21's time
     python benchmarks/device.py --jax jax/bin/python                  # all works; those at 224 px take long: see --fast and --limit
     python benchmarks/device.py --jax jax/bin/python vit_f32          # some
+    python benchmarks/device.py --jax jax/bin/python --counts         # parameters and operations of both, without the TPU's compiler
     python benchmarks/device.py --sampling                            # what sampling alone takes, by look-ups and by products
 Needs `pip install 'fastai_xla[compile]'`, and for the JAX column a Python with jax, which is asked for the program alone; without it the column is empty.
 Estimates of a compiler for a described chip: nothing runs on a TPU. Gathers have no estimate: their rows are counted at 5.3 cycles each, as libtpu's assembly has them.
@@ -80,25 +81,55 @@ def compiled(module, w, effort, cache):
     res,memory,seconds = CompiledPrograms(s, cache).compile(module, effort=effort, **n)
     return ProgramReport(res, memory, s, seconds)
 
-def ours(w, effort, cache):
-    "What the compiler says of our training step"
+def our_program(w):
+    "Our training step"
     import fastai_xla.all
     from fastai_xla.launch.carry import dumps
     from fastai_xla.monitor import CompileJob, stock_collectives, trace_phase
     from fastai_xla.runtime.device import make_programs_for
     make_programs_for('TPU')
     with tempfile.TemporaryDirectory() as d:
-        program,_ = trace_phase(CompileJob(w.chips, w.form, tpu_slice_of(w).n, options_of(w)), dumps(learner(w))[0], Path(d)/'train', 'train')
-    return compiled(stock_collectives(program) if w.form=='distributed' else program, w, effort, cache)
+        (step,),_ = trace_phase(CompileJob(w.chips, w.form, tpu_slice_of(w).n, options_of(w)), dumps(learner(w))[0], Path(d)/'train', 'train')
+    return stock_collectives(step.program) if w.form=='distributed' else step.program
+
+def ours(w, effort, cache):
+    "What the compiler says of our training step"
+    return compiled(our_program(w), w, effort, cache)
+
+def n_params(w): return sum(p.numel() for p in model_of(w).parameters())
+
+def asked(python, *args):
+    "What `jax_twins.py` says"
+    return subprocess.run([python, Path(__file__).with_name('jax_twins.py'), *args], check=True, env={}, stdout=subprocess.PIPE, text=True).stdout
+
+def jax_program(name, python):
+    "JAX's step, of a model that has as many parameters as ours"
+    from fastai_xla.monitor import hlo_message
+    with tempfile.TemporaryDirectory() as d:
+        n,own = int(asked(python, name, f'{d}/hlo')),n_params(works[name])
+        if n!=own: sys.exit(f"JAX's model of {name} has {n} parameters and ours {own}, so their steps cannot be compared: mend it in jax_twins.py.")
+        return hlo_message('HloModuleProto').FromString(Path(f'{d}/hlo').read_bytes())
 
 def of_jax(name, python, effort, cache):
     "What the compiler says of JAX's step"
-    from fastai_xla.monitor import hlo_message
     w = works[name]
+    return compiled(jax_program(name, python), w._replace(form='sharded') if w.form=='distributed' else w, effort, cache) # JAX's replicas are parts of one program
+
+# ---- the same work?
+
+def flops(module, python):
+    "Operations of a program, as XLA counts them before it optimizes"
     with tempfile.TemporaryDirectory() as d:
-        subprocess.run([python, Path(__file__).with_name('jax_twins.py'), name, f'{d}/hlo'], check=True, env={})
-        module = hlo_message('HloModuleProto').FromString(Path(f'{d}/hlo').read_bytes())
-    return compiled(module, w._replace(form='sharded') if w.form=='distributed' else w, effort, cache) # JAX's replicas are parts of one program
+        path = Path(d)/'hlo'
+        path.write_bytes(module.SerializeToString())
+        return float(asked(python, '--flops', path))
+
+def counts(names, python):
+    "The table of parameters and operations"
+    print('| work | parameters | GFLOP, ours | JAX | ratio |', '| --- | --- | --- | --- | --- |', sep='\n')
+    for name in names:
+        a,b = [flops(o, python)/1e9 for o in (our_program(works[name]), jax_program(name, python))]
+        print(f'| {name} | {n_params(works[name])} | {a:.2f} | {b:.2f} | {a/b:.3f} |', flush=True)
 
 # ---- sampling alone
 
@@ -155,12 +186,15 @@ def main():
     p.add_argument('--kinds', action='store_true', help='the reports besides, with cycles by kind of work')
     p.add_argument('--limit', type=int, default=1800, help='seconds for one work, after which the table ends (default: 1800)')
     p.add_argument('--cache', type=Path, default=Path.home()/'.cache'/'fastai_xla'/'compiled', help='folder of what was compiled before')
+    p.add_argument('--counts', action='store_true', help='parameters and operations of both alone')
     p.add_argument('--sampling', action='store_true', help='what sampling alone takes, by look-ups and by products')
     a = p.parse_args()
     for o in a.names:
         if o not in works: p.error(f'there is no work {o!r}: choose of {", ".join(works)}')
     os.environ.setdefault('PJRT_DEVICE', 'CPU')
+    if a.counts and not a.jax: p.error('--counts compares with JAX: add --jax and a Python that has it')
     if a.sampling: return sampling(a.cache)
+    if a.counts: return counts(a.names or works, a.jax)
     print('| work | Mcycles, ours | with look-ups | JAX | with look-ups | ratio | MB, ours | planned | JAX | ratio | compiled in, s |')
     print('| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |')
     for name in a.names or works:

@@ -1,8 +1,9 @@
 """Plain JAX programs of the works of `device.py`: one training step with fastai's Adam, images with channels last. Needs jax alone.
 
-    python benchmarks/jax_twins.py vit_f32 vit_f32.hlo
+    python benchmarks/jax_twins.py vit_f32 vit_f32.hlo   # prints how many parameters the model has
+    python benchmarks/jax_twins.py --flops vit_f32.hlo   # operations of any program of XLA, by XLA's own count
 """
-import os, sys
+import math, os, sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -246,5 +247,16 @@ def write_program(name, path):
         f = spread(w, step, args)
     low = f.trace(*args).lower(lowering_platforms=('tpu',))
     Path(path).write_bytes(low.compiler_ir('hlo').as_serialized_hlo_module_proto())
+    print(sum(math.prod(o.shape) for o in args[0].values()))
 
-if __name__ == '__main__': write_program(*sys.argv[1:])
+def print_flops(path):
+    "Print the operations of a program; those of a loop whose turns XLA does not know count once"
+    os.environ['JAX_PLATFORMS'] = 'cpu'
+    import jax
+    from jax._src.lib import xla_client
+    module = xla_client.XlaComputation(Path(path).read_bytes()).as_hlo_module()
+    print(xla_client._xla.hlo_module_cost_analysis(jax.devices()[0].client, module)['flops'])
+
+if __name__ == '__main__':
+    if sys.argv[1]=='--flops': print_flops(sys.argv[2])
+    else: write_program(*sys.argv[1:])

@@ -108,6 +108,7 @@ from .monitor.scopes import *
 from .monitor.hlo import *
 from .monitor.libtpu import *
 from .monitor.report import *
+from .monitor.runs import *
 from .monitor.trace import *
 from .monitor.compile import *
 from .monitor.nan_guard import *

@@ -109,7 +109,8 @@ def test_families(name, no_process_left):
     train = r.programs['train']
     assert r.fits and train.cycles>r.programs['valid'].cycles>1000 and train.memory.alias>0
     assert ('all-reduce' in train.collectives)==(r.slice.n>1)
-    if options.get('fsdp'): assert train.collectives['all-gather']>8
+    if name in cuts: check_cut(r, *cuts[name])
+    if options.get('fsdp') and name not in cuts: assert train.collectives['all-gather']>8
     if options.get('scan'): assert {'0.model.blocks'} < {m for m,_ in train.by_module(9)} # the loop as one, and what is outside of it
     assert 'replicas' not in name or r.programs['valid'].memory.args>r.memory['parameters'] # it is the model's
     if 'replicas' in name: assert any(k=='all-reduce' and s.count('f32[')>3 for k,s in train.unknown), train.unknown # of each gradient as it is
@@ -119,6 +120,15 @@ def test_families(name, no_process_left):
     if 'bf16' in name: assert not any('float32' in o for o in r.found['train'])
     if 'images' in name: # what is looked up are whole images and numbers of classes: pixels are sampled by products
         assert max([int(s.split('[')[1].split(',')[0].rstrip(']')) for k,s in train.unknown if 'gather' in k], default=0)<=learn.dls.bs
+
+cuts = dict(cut=([1,1], 'after_pred, compile_families.py:'), vit_mark_step=([1,2,1,1,3,1], 'forward, blocks.py:'))
+
+def check_cut(r, ns, place):
+    "Each program of the training step, how often it runs, and what ends it; their sum"
+    train = r.programs['train']
+    assert [o.n for o in train.parts]==ns and train.parts[0].place.startswith(place) and train.parts[-1].place=='the end of the step', train
+    assert train.cycles==sum(o.report.cycles*o.n for o in train.parts) and all(f'program {i}' in repr(r) for i in range(1, 1+len(ns)))
+    assert train.memory.total>=sum(r.held.values()) and min(r.memory.values())>=0
 
 def test_what_does_not_fit(no_process_left):
     class Wide(nn.Module):

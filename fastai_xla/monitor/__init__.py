@@ -6,6 +6,7 @@ from .scopes import *
 from .hlo import *
 from .libtpu import *
 from .report import *
+from .runs import *
 from .trace import *
 from .compile import *
 from .nan_guard import *

@@ -22,7 +22,7 @@ from ..launch.carry import dumps
 from .hlo import hlo_message
 from .slices import tpu_slice
 from .libtpu import CompileError, find_libtpu, MemoryUse
-from .report import ProgramReport, tpu_advice
+from .report import CutReport, ProgramReport, StepPart, tpu_advice
 from .trace import CompileJob, compile_forms, compile_phases
 import fastai_xla.train.trainer, fastai_xla.distributed.learner, fastai_xla.sharding.trainer
 
@@ -36,7 +36,7 @@ class StepReports:
         slice, # A `TPUSlice`
         job, # A `CompileJob`
         programs:dict, # `ProgramReport`s by phase
-        found:dict, # By phase, what was found in the program
+        found:dict, # By phase, what was found in its programs
         held:dict, # Bytes on each device, see `held_bytes`
         bs:int, # Samples of a batch
     ): self.slice,self.job,self.programs,self.found,self.held,self.bs = slice,job,programs,found,held,bs
@@ -163,11 +163,14 @@ def _default_form(learn, s):
 def _read(folder, s, job, learn):
     programs,found,held = {},{},None
     for k in compile_phases:
-        facts,module = json.loads((folder/f'{k}.json').read_text()),hlo_message('HloModuleProto')
-        module.ParseFromString((folder/f'{k}.hlo').read_bytes())
-        programs[k] = ProgramReport(module, MemoryUse(*facts['memory']), s, facts['seconds'])
-        found[k] = tpu_advice(programs[k], module, hasattr(learn, 'mixed_precision'))
+        facts,parts,found[k] = json.loads((folder/f'{k}.json').read_text()),[],{}
         held = held or facts['held']
+        for i,o in enumerate(facts['parts']):
+            module = hlo_message('HloModuleProto').FromString((folder/f'{k}.{i}.hlo').read_bytes())
+            r = ProgramReport(module, MemoryUse(*o['memory']), s, o['seconds'])
+            found[k].update(dict.fromkeys(tpu_advice(r, module, hasattr(learn, 'mixed_precision'))))
+            parts.append(StepPart(r, o['n'], o['place']))
+        programs[k] = parts[0].report if len(parts)==1 else CutReport(parts, sum(facts['held'].values()))
     return TPUReport(s, job, programs, found, held, learn.dls.train.bs)
 
 def _cache_folder(): return Path(os.environ.get('XDG_CACHE_HOME', '~/.cache')).expanduser()/'fastai_xla'/'compiled'

@@ -13,6 +13,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 from ..runtime.device import torch_xla
+from ..patches.registry import Loans
 
 # %% ../../nbs/880_monitor.scopes.ipynb #scopes
 def _nodes(ts): return [t.grad_fn for t in tree_leaves(ts) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
@@ -22,7 +23,7 @@ class _Here(threading.local):
 
 class ModuleScopes:
     "While it is entered, operations of the modules of models that were added carry their names in XLA's programs"
-    def __init__(self): self.names,self._here,self._hooks = {},_Here(),[]
+    def __init__(self): self.names,self._here,self._hooks,self._loans = {},_Here(),[],Loans()
 
     def add(self,
         model, # A module whose modules are to be told apart by their names in it
@@ -31,10 +32,16 @@ class ModuleScopes:
 
     def __enter__(self):
         self._hooks = [register_module_forward_pre_hook(self._begin), register_module_forward_hook(self._end)]
+        self._loans.lend(torch_xla._XLAC, '_xla_step_marker', self._cut)
         return self
 
     def __exit__(self, *exc):
         for h in self._hooks: h.remove()
+        self._loans.give_back()
+
+    def _cut(self, xlac, stock, *args, reset_scope=True, **kwargs):
+        "`torch_xla.sync()`, also in a module"
+        stock(*args, reset_scope=reset_scope and not (self._here.modules or self._here.pushed), **kwargs)
 
     @property
     def running(self):

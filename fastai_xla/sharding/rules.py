@@ -202,11 +202,13 @@ def infer_sharding(
     rules = as_rules(rules)
     res,used = ShardingTable(),[]
     for name,p in model.named_parameters():
-        rule = next(o for o in [*rules, ShardRule('')] if re.search(o.pattern, name))
+        rule = next(o for o in [*rules, _default(p)] if re.search(o.pattern, name))
         used.append(rule)
         res.append(_row(name, p, rule, mesh))
     res.unused = tuple(o.pattern for o in rules if o not in used)
     return res
+
+def _default(p): return ShardRule('', min_size=2**18 if p.ndim>3 else 2**10) # kernels of convolutions have more dims
 
 def _row(name, p, rule, mesh):
     spec,why = rule.spec(name, p.shape, mesh)
