@@ -126,7 +126,7 @@ def _apply(opt, work, unwritten=()):
     ins = [_inputs(o) for o in work.todo]
     specs = tuple(_spec_of(ts, row, o.state, work.hypers[o.group]) for ts,row,o in zip(ins, idxs, work.todo))
     dtype = torch.float64 if any(o.p.dtype is torch.float64 for o in work.todo) else torch.float32
-    program = step_program(work.steppers, tuple(rows[0].numbers), len(rows), dtype, specs, pin=program_kind()=='TPU' and not xr.is_spmd())
+    program = step_program(work.steppers, tuple(rows[0].numbers), len(rows), dtype, specs, pin=not xr.is_spmd() if program_kind()=='TPU' else None)
     mask = mask_of(opt)
     numbers = _send_for(opt, work, mask, dtype, work.todo[0].p.device)
     for o,new in zip(work.todo, program([numbers, *(t for ts in ins for t in ts.values())])):

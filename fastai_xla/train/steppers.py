@@ -211,7 +211,7 @@ def step_program(
     n_rows:int, # Rows, which are sent one after the other as one tensor
     dtype, # Of that tensor
     specs:tuple, # A `ParamSpec` for each parameter
-    pin:bool=False, # Have the gradients of convolutions' weights in the layout of the weights? For a TPU only
+    pin:bool|None=None, # For a TPU: True pins gradients of convolutions' weights to the layout of the weights, False only orders arguments
 ):
     "The update of all parameters: called with the rows and each parameter's tensors it returns what is new, by name"
     import torch_xla.core.xla_builder as xb
@@ -222,7 +222,8 @@ def step_program(
     new = [_update(steppers, o, rows[o.row], ts) for o,ts in zip(specs, tensors)]
     named,flat = [(k,i) for i,o in enumerate(specs) for k in o.names],[t for ts in tensors for t in ts]
     hlo,inputs = _lower([t for d in new for t in d.values()], [numbers, *flat])
-    computation,inputs = arranged_update(xb.computation_from_module_proto('fastai_step', hlo), inputs, [numbers, *flat], [('g',0), *named], pin)
+    computation = xb.computation_from_module_proto('fastai_step', hlo)
+    if pin is not None: computation,inputs = arranged_update(computation, inputs, [numbers, *flat], [('g',0), *named], pin)
     return _Program(computation, inputs, [list(d) for d in new])
 
 # %% ../../nbs/400_train.steppers.ipynb #mask
