@@ -208,7 +208,7 @@ def infer_sharding(
     res.unused = tuple(o.pattern for o in rules if o not in used)
     return res
 
-def _default(p): return ShardRule('', min_size=2**18 if p.ndim>3 else 2**10) # kernels of convolutions have more dims
+def _default(p): return ShardRule('', min_size=2**18 if p.ndim>3 and max(p.shape[2:])<8 else 2**10) # larger kernels are those of patches: matrices
 
 def _row(name, p, rule, mesh):
     spec,why = rule.spec(name, p.shape, mesh)
