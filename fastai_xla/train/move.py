@@ -146,6 +146,10 @@ def placed_tensors(
 
 def _mark(t): return torch_xla._XLAC._xla_get_tensor_id(t), 0 if t.is_inference() else t._version
 
+def _send_anew(ts):
+    "Give each of `ts` new memory with what it has, in their order"
+    for t,h in zip(ts, to_host(ts)): t.data = send([h], t.device)[0]
+
 class Renewal:
     "Sends the tensors of a Learner anew where the host has written some of them"
     def __init__(self): self.marks = {}
@@ -161,12 +165,12 @@ class Renewal:
         ts = placed_tensors(learn)
         marks = {k: _mark(t) for k,t in ts.items()}
         if all(self.marks.get(k, m)==m for k,m in marks.items()): return
-        ts = [ts[k] for k in [*(k for k in self.marks if k in ts), *sorted(marks.keys()-self.marks.keys(), key=marks.get)]]
-        for t,h in zip(ts, to_host(ts)): t.data = send([h], t.device)[0]
+        order = [*(k for k in self.marks if k in ts), *sorted(marks.keys()-self.marks.keys(), key=marks.get)]
+        _send_anew([ts[k] for k in order])
 
     def send_last(self, learn, ts):
         "Send the tensors `ts` of `learn` anew, so that they are younger than all others"
-        for t,h in zip(ts, to_host(ts)): t.data = send([h], t.device)[0]
+        _send_anew(ts)
         self.note(learn)
 
 # %% ../../nbs/380_train.move.ipynb #host
