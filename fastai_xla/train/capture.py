@@ -190,8 +190,7 @@ class StepCapture(StepTracer):
     def rest(self, sync, state=()):
         "Run by `sync` what others have left, copies of `state` too, if there is any; the random numbers of the next step stay what they are"
         old,self.n_ops = self.n_ops,n_ops()
-        if old==self.n_ops and xr.is_spmd(): return # where results are in a graph as they come
-        if (old!=self.n_ops and n_pending(self.device)) or in_graphs(state): self.beside(sync)
+        if old!=self.n_ops and (n_pending(self.device) or in_graphs(state)): self.beside(sync)
 
     def run(self, program, state, given, numbers):
         "Run `program` again with what these are now; returns its other results"
