@@ -33,7 +33,7 @@ def _attention(F_, stock, query, key, value, attn_mask=None, dropout_p=0., is_ca
 # %% ../../nbs/325_models.tpu_forms.ipynb #embedding
 def _embedding(torch_, stock, weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=False):
     if not on_xla(weight) or padding_idx>=0 or scale_grad_by_freq or sparse: return stock(weight, indices, padding_idx, scale_grad_by_freq, sparse)
-    return weight.index_select(0, indices.flatten()).reshape(*indices.shape, weight.shape[1])
+    return weight.index_select(0, indices.flatten().int()).reshape(*indices.shape, weight.shape[1])
 
 # %% ../../nbs/325_models.tpu_forms.ipynb #lend
 def lend_tpu_forms(
