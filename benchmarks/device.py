@@ -19,6 +19,7 @@ row_cycles = 5.3
 def model_of(w):
     "The model of the work `w`"
     import timm, torchvision
+    from fastai.collab import EmbeddingDotBias
     from fastai.tabular.model import TabularModel
     from fastai.text.models.awdlstm import AWD_LSTM, awd_lstm_lm_config
     from fastai.text.models.core import get_language_model
@@ -26,6 +27,7 @@ def model_of(w):
     if w.model=='unet': return create_unet_model(torchvision.models.resnet18, 3, (w.size,w.size), pretrained=False)
     if w.model=='awd_lstm': return get_language_model(AWD_LSTM, n_words, {**awd_lstm_lm_config})
     if w.model=='tabular': return TabularModel([(n_words,50)]*w.size, n_cont, 10, [200,100])
+    if w.model=='collab': return EmbeddingDotBias(50, n_words, n_words, (0,5.5))
     if w.model.startswith('resnet'): return getattr(torchvision.models, w.model)(num_classes=10)
     if w.model=='convnext': return timm.create_model('convnext_tiny', num_classes=10)
     if w.model=='vit_base': return timm.create_model('vit_base_patch16_224', img_size=w.size, num_classes=10)
@@ -35,13 +37,14 @@ def planned(w):
     "Bytes that `plan_training` says a step of the work `w` takes; of images on one chip"
     from fastai_xla.monitor import plan_training
     from fastai_xla.sharding import make_mesh
-    if w.form!='tpu' or w.model in ('awd_lstm','tabular'): return
+    if w.form!='tpu' or w.model in ('awd_lstm','tabular','collab'): return
     return plan_training(model_of(w), make_mesh(n=1), w.bs, (3,w.size,w.size), bf16=w.bf16).total
 
 def samples(w, n):
     "`n` samples without augmentation"
     import torch
     if w.model=='awd_lstm': return [(torch.randint(2, n_words, (w.size,)), torch.randint(2, n_words, (w.size,))) for _ in range(n)]
+    if w.model=='collab': return [(torch.randint(0, n_words, (w.size,)), torch.tensor(float(i%5))) for i in range(n)]
     if w.model=='tabular': return [(torch.randint(0, n_words, (w.size,)), torch.randn(n_cont), torch.tensor(i%10)) for i in range(n)]
     ys = torch.randint(0, 3, (n,w.size,w.size)) if w.model=='unet' else torch.arange(n)%10
     return list(zip(torch.randn(n, 3, w.size, w.size), ys))
@@ -51,7 +54,7 @@ def learner(w):
     import torch, numpy as np
     from fastai.callback.rnn import rnn_cbs
     from fastai.vision.all import (aug_transforms, CategoryBlock, CrossEntropyLossFlat, DataBlock, DataLoaders, ImageBlock, imagenet_stats, IndexSplitter, Learner,
-        Normalize, TfmdDL)
+        MSELossFlat, Normalize, TfmdDL)
     torch.manual_seed(0)
     if w.aug:
         ims = [np.random.RandomState(i).randint(0, 256, (w.size, w.size, 3)).astype(np.uint8) for i in range(3*w.bs)]
@@ -61,7 +64,7 @@ def learner(w):
     else:
         ds = samples(w, 2*w.bs*tpu_slice_of(w).n) # two batches on each core
         dls = DataLoaders(*[TfmdDL(ds, bs=w.bs, num_workers=0) for _ in range(2)])
-    loss = CrossEntropyLossFlat(axis=1) if w.model=='unet' else CrossEntropyLossFlat()
+    loss = MSELossFlat() if w.model=='collab' else CrossEntropyLossFlat(axis=1) if w.model=='unet' else CrossEntropyLossFlat()
     learn = Learner(dls, model_of(w), loss_func=loss, cbs=rnn_cbs(2, 1) if w.model=='awd_lstm' else None)
     return learn.to_bf16() if w.bf16 else learn
 

@@ -20,7 +20,7 @@ class WorkOf(NamedTuple):
 works = {f'{m}{"" if px==64 else f"_{px}"}{"_aug" if a else ""}_{"bf16" if b else "f32"}': WorkOf(m, b, a, px)
     for m,a,px in (('resnet18',False,64), ('resnet18',True,64), ('vit',False,64), ('resnet18',False,128), ('resnet18',True,128)) for b in (False,True)}
 works |= {f'{m}_{px}_bf16': WorkOf(m, True, False, px, bs) for m,px,bs in (('resnet50',224,64), ('vit_base',224,64), ('convnext',224,64), ('unet',128,8))}
-works |= dict(awd_lstm_f32=WorkOf('awd_lstm', size=72, bs=32), tabular_f32=WorkOf('tabular', size=8, bs=1024),
+works |= dict(awd_lstm_f32=WorkOf('awd_lstm', size=72, bs=32), tabular_f32=WorkOf('tabular', size=8, bs=1024), collab_f32=WorkOf('collab', size=2, bs=1024),
     resnet18_replicas_f32=WorkOf('resnet18', chips='v5e-8', form='distributed'), vit_fsdp8_f32=WorkOf('vit', bs=64, chips='v5e-8', form='sharded'))
 n_words,n_cont = 10_000,4 # of a vocabulary or a column of categories, and columns of numbers
 
@@ -170,7 +170,13 @@ def tabular(net, x):
     for i,o in enumerate((200,100)): x = net.bn(jax.nn.relu(net.lin(x, f'{i}', o, bias=False)), f'{i}')
     return net.lin(x, 'fc', 10)
 
-models = dict(resnet18=resnet, resnet50=resnet50, vit=vit, vit_base=vit_base, convnext=convnext, unet=unet, awd_lstm=awd_lstm, tabular=tabular)
+def collab(net, x):
+    "fastai's `EmbeddingDotBias` with ratings up to 5"
+    import jax
+    (u,u_bias),(i,i_bias) = [[net.par(f'{k}{n}', n_words, n)[x[:,j]] for n in (50,1)] for j,k in enumerate(('user','item'))]
+    return jax.nn.sigmoid((u*i).sum(-1)+u_bias[:,0]+i_bias[:,0])*5.5
+
+models = dict(resnet18=resnet, resnet50=resnet50, vit=vit, vit_base=vit_base, convnext=convnext, unet=unet, awd_lstm=awd_lstm, tabular=tabular, collab=collab)
 
 def augmented(x, mat, light):
     "`x`, bytes, as floats that are moved, lit and normalized: look-ups by `map_coordinates`"
@@ -190,6 +196,7 @@ def batch_of(w):
     import jax, jax.numpy as jnp
     s,i,f = jax.ShapeDtypeStruct,jnp.int32,jnp.float32
     if w.model=='awd_lstm': return s((w.bs,w.size), i),s((w.bs,w.size), i)
+    if w.model=='collab': return s((w.bs,w.size), i),s((w.bs,), f)
     if w.model=='tabular': return (s((w.bs,w.size), i),s((w.bs,n_cont), f)),s((w.bs,), i)
     return s((w.bs,w.size,w.size,3), jnp.uint8 if w.aug else f),s((w.bs,w.size,w.size) if w.model=='unet' else (w.bs,), i)
 
@@ -200,7 +207,9 @@ def step_of(w, average=lambda t: t):
     def step(p, m, v, st, lr, n, key, x, y, mat, light):
         def loss(p):
             net = Net(dtype, p, st, key)
-            out = jax.nn.log_softmax(model(net, augmented(x, mat, light) if w.aug else x).astype(jnp.float32))
+            out = model(net, augmented(x, mat, light) if w.aug else x).astype(jnp.float32)
+            if w.model=='collab': return ((out-y)**2).mean(),(net.new,net.key)
+            out = jax.nn.log_softmax(out)
             return -jnp.take_along_axis(out, y[...,None], -1).mean()+getattr(net, 'regular', 0),(net.new,net.key)
         (res,(new,key)),g = jax.value_and_grad(loss, has_aux=True)(p)
         g,res = average((g,res))

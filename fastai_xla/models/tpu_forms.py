@@ -1,4 +1,4 @@
-"""Two functions of torch in the form of which a TPU's compiler makes the least
+"""Three functions of torch in the form of which a TPU's compiler makes the least
 
 Docs: https://fastai-xla.github.io/fastai_xla/models.tpu_forms.html.md"""
 
@@ -30,10 +30,16 @@ def _attention(F_, stock, query, key, value, attn_mask=None, dropout_p=0., is_ca
     weights = torch.softmax(widen(query@key.transpose(-1, -2))*scale, -1)
     return (weights.to(value.dtype)@value).to(query.dtype)
 
+# %% ../../nbs/325_models.tpu_forms.ipynb #embedding
+def _embedding(torch_, stock, weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=False):
+    if not on_xla(weight) or padding_idx>=0 or scale_grad_by_freq or sparse: return stock(weight, indices, padding_idx, scale_grad_by_freq, sparse)
+    return weight.index_select(0, indices.flatten().int()).reshape(*indices.shape, weight.shape[1])
+
 # %% ../../nbs/325_models.tpu_forms.ipynb #lend
 def lend_tpu_forms(
     loans, # `Loans`, which give torch its own back
 ):
-    "Lend torch a `layer_norm` and a `scaled_dot_product_attention` of which a TPU's compiler makes less than of torch_xla's"
+    "Lend torch a `layer_norm`, an `embedding` and a `scaled_dot_product_attention` of which a TPU's compiler makes less than of torch_xla's"
     lend_builtin(loans, torch, 'layer_norm', _layer_norm)
+    lend_builtin(loans, torch, 'embedding', _embedding)
     lend_builtin(loans, F, 'scaled_dot_product_attention', _attention)
