@@ -205,9 +205,9 @@ def test_new_optimizer_state():
 
 def test_checked_again(monkeypatch):
     "One step in so many is traced; what it may have left elsewhere is looked for at the 1st, 2nd, 4th and 8th"
-    from fastai_xla.train import replay
-    looks,stock = [],replay.kept_of_step
-    monkeypatch.setattr(replay, 'kept_of_step', lambda *args: looks.append(1) or stock(*args))
+    from fastai_xla.train import plans
+    looks,stock = [],plans.kept_of_step
+    monkeypatch.setattr(plans, 'kept_of_step', lambda *args: looks.append(1) or stock(*args))
     learn = learner(n=320).to_tpu()
     learn.replay.check_every = 5
     with learn.no_bar(),learn.no_logging(): learn.fit(1, 1e-2)
