@@ -32,7 +32,7 @@ from .capture import node_id, pending, tensor_id
 _outside = 'before_batch','after_batch'
 _inside = 'after_pred after_loss before_backward after_cancel_backward after_backward before_step after_cancel_step after_step after_cancel_batch'.split()
 _inside_valid = 'after_pred','after_loss','after_cancel_batch'
-_harmless = dict(MixedPrecision='after_pred after_loss before_backward before_step after_step', GradientClip='before_step', RNNCallback='after_pred',
+_harmless = dict(MixedPrecision='after_pred after_loss before_backward before_step after_step', GradientClip='before_step', GradientAccumulation='after_loss before_step', RNNCallback='after_pred',
     RNNRegularizer='after_loss') # they add to the graph, and change nothing else
 
 def _module(f): return getattr(f, '__module__', None) or ''
@@ -241,7 +241,7 @@ def kept_of_step(
 
 # %% ../../nbs/450_train.effects.ipynb #loose
 def loose_gradient(
-    learn, # A Learner in a step
+    learn, # A Learner in a step that clears its gradients
 ):
     "What collects a gradient that no step of the optimizer uses, in words; None if nothing does"
     found = [n for m in learner_modules(learn) for n,p in m.named_parameters() if p.grad is not None and pending([p.grad])]

@@ -85,7 +85,7 @@ class StepTracing(StepPlans):
         self.capture.rest(learn.dl.sync, parts.state)
         self.key,self.functions = parts.key(learn),users_functions(learn, learn.training)
         self.open = [StepGiven(t, place, shape_of(t)) for place,ts in parts.found() for t in ts]
-        self.capture.begin(parts.state, [o.t for o in self.open])
+        self.capture.begin(parts.state, [o.t for o in self.open], [i for i,o in enumerate(self.open) if o.place[0]=='grads'])
         self.host,self.calls = host_state(learn, self.functions),n_device_calls()
 
     def _close(self, learn):
@@ -113,4 +113,4 @@ class StepTracing(StepPlans):
         if left is None: return 'a step sends tensors of its own'
         if any(getattr(xm._get_device_context(), o, ()) for o in ('step_closures','async_step_closures')): return 'a step adds closures, which must run in each'
         if not self._looks(n_pending(self.capture.device)): return
-        return kept_of_step(self.parts.state, [t for _,ts in self.parts.found() for t in ts], self.capture.taken)
+        return kept_of_step(self.parts.state, [*(t for _,ts in self.parts.found() for t in ts), *self.capture.spent.values()], self.capture.taken)

@@ -9,13 +9,14 @@ __all__ = ['BatchReplay', 'is_long', 'ValidReplay', 'StepReplay']
 
 # %% ../../nbs/460_train.replay.ipynb #imports
 import torch
-from fastai.basics import Learner
+from fastai.basics import CancelBatchException, Learner
 from fastai.callback.fp16 import MixedPrecision
 from fastai.optimizer import Lookahead
 from fastcore.all import patch
 from ..runtime.ranks import world_size
 from ..runtime.args import check_bool, check_int
 from .optimizer import count_step, sent_numbers
+from .stand_ins import count_batch
 from .effects import loose_gradient, step_code
 from .capture import shape_of, StepCapture
 from .parts import ReplayParts, ValidParts
@@ -116,7 +117,7 @@ class StepReplay(BatchReplay):
     def _kept(self): return dict(super()._kept(), valid=self.valid)
     def __repr__(self): return super().__repr__()+(f'\n{self.valid}' if self.valid.n_replayed+self.valid.n_traced else '')
     def takes(self, learn): return len(learn.yb)>0 and learn.dl.is_even(learn.iter)
-    def numbers(self, learn): return [sent_numbers(_stepper(learn.opt))]
+    def numbers(self, learn): return [sent_numbers(_stepper(learn.opt))] if self.steps else []
 
     def forget_why(self):
         super().forget_why()
@@ -126,14 +127,28 @@ class StepReplay(BatchReplay):
         super().let_go()
         self.valid.let_go()
 
+    def _begin(self, learn):
+        super()._begin(learn)
+        self.steps = self.parts.steps()
+
     def count(self, learn):
-        if (numbers := count_step(_stepper(learn.opt))) is None: return
-        if isinstance(learn.opt, Lookahead): learn.opt.count += 1
-        return [numbers]
+        self.steps = self.parts.steps()
+        if self.steps and (numbers := count_step(_stepper(learn.opt))) is None: return
+        if self.parts.adds: count_batch(self.parts.adds)
+        if self.steps and isinstance(learn.opt, Lookahead): learn.opt.count += 1
+        return [numbers] if self.steps else []
+
+    def _run(self, learn, plan):
+        try: ran = super()._run(learn, plan)
+        except BaseException:
+            if self.parts.adds: learn.opt.zero_grad() # the memory of gradients may be given away, and what is there now not yet theirs
+            raise
+        if ran and not self.steps: raise CancelBatchException # as `GradientAccumulation` does
+        return ran
 
     def _why_no_program(self, learn, left):
         if self.numbers(learn)==[None]: return f'the step of {type(learn.opt).__name__} is not one operation on the device'
-        return loose_gradient(learn) or super()._why_no_program(learn, left)
+        return (None if self.parts.adds else loose_gradient(learn)) or super()._why_no_program(learn, left)
 
 
 # %% ../../nbs/460_train.replay.ipynb #learn-replay
