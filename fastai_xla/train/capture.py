@@ -144,10 +144,9 @@ class StepTracer:
         finally: _lib()._xla_set_rng_seed(seed, self.device)
 
     def begin(self, state, given, spent=()):
-        "Before the step, when nothing is left to compute; `state` changes in place, `given` is what else it may take, `spent` those of it that nobody needs once they change"
+        "Before the step, when nothing is left to compute; `state` changes in place, `given` is what else it may take, by number `spent` what else may change"
         self.wait()
-        self.spent = {k: given[k] for k in spent}
-        self.state,self.slots = state,{**self._slots('given', given), **self._slots('state', state)}
+        self.state,self.slots,self.spent = state,{**self._slots('given', given), **self._slots('state', state)},{k: given[k] for k in spent}
         self.taken = frozenset(map(node_id, state)) # now that each is in a graph
         self.slots[tensor_id(self._begin_seed())] = 'seed',0
 

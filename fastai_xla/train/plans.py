@@ -33,6 +33,9 @@ class StepPlans:
         n = f'{self.n_replayed} of {self.n_replayed+self.n_traced} {self.what} were run again without tracing'
         return f'{n}; they are traced because {self.why}' if self.why else n
 
+    def _kept(self): return {k: vars(self)[k] for k in ('n_replayed','n_traced','why')}
+    def forget_why(self): self.odd,self.n_new = None,0 # what was in the way may be gone
+
     def _note(self, plan, changed):
         "Remember a traced step; after several that have `changed` something on the host, give up"
         old = self.plans.get(self.key)

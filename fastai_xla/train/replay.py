@@ -30,6 +30,7 @@ def _leave_batch(learn):
     for cb in learn.cbs:
         if isinstance(cb, MixedPrecision): cb.after_loss()
 
+# %% ../../nbs/460_train.replay.ipynb #batch-replay
 class BatchReplay(StepTracing):
     "Runs the batches of a loop again where it is known that they are the same, and says why not"
     training = True
@@ -40,10 +41,8 @@ class BatchReplay(StepTracing):
     ):
         super().__init__(confirm)
         self.on,self.check_every = check_bool('replay', on),check_int('check_every', check_every, at_least=1)
-    def _kept(self): return {k: vars(self)[k] for k in ('n_replayed','n_traced','why')}
     def __reduce__(self): return type(self),(self.on,self.confirm,self.check_every),self._kept() # a copy knows the counts, and has made no plans
     def count(self, learn): return [] # the numbers of the next step, which is counted; None if they are not known
-    def forget_why(self): self.odd,self.n_new = None,0 # what was in the way may be gone
 
     def start(self,
         learn, # A Learner at the beginning of a loop over batches
@@ -86,7 +85,6 @@ class BatchReplay(StepTracing):
         if self.open is not None: self._agree(closed)
         self.n_traced += not self.ran
         self.open,self.ran = None,False
-
 
 # %% ../../nbs/460_train.replay.ipynb #valid
 def is_long(

@@ -22,8 +22,7 @@ from ..models.norms import mixes_samples, running_stats
 from ..models.ranges import RangeCheck
 from .move import move_learner, Renewal
 from .optimizer import make_state_ahead
-from .meters import DeviceMetric
-from .effects import step_metrics
+from .meters import DeviceMetric, step_metrics
 from .capture import StepTracer
 from .replay import is_long, StepReplay
 from .strict import StrictSteps
@@ -59,6 +58,18 @@ class BatchEnds(OnDevice):
         for m in step_metrics(self.learn, self.training) if len(self.yb) else ():
             if isinstance(m, DeviceMetric): m.trace(self.learn)
 
+    def _start_valid(self):
+        "Begin a validation; if it is long, the graph of a whole batch has the loss and the metrics in it"
+        self._start(pad=True)
+        self.one_graph = is_long(self.dl) and not self.traced
+        self.replay.valid.start(self.learn, self.device, self.loans, why=self.traced or (None if self.one_graph else 'so few are not worth it'))
+
+    def _cut(self):
+        "Cut the graph of a batch at its end, unless it was run again without tracing"
+        replay = self.replay if self.training else self.replay.valid
+        if not replay.ran: self._end_graph()
+        replay.cut(self.learn)
+
     def _tell(self):
         "Say once what was compiled for the first two batches"
         if self._told or self.learn.logger is noop or world_size()>1: return
@@ -68,7 +79,7 @@ class BatchEnds(OnDevice):
 # %% ../../nbs/490_train.trainer.ipynb #trainer
 class TPUTrainer(BatchEnds):
     "Train an unmodified `Learner` on one XLA device"
-    replayable,traced,one_graph = True,None,False # `traced`: why no step is run again, in words; `one_graph`: have loss and metrics of a validation no graph of their own?
+    replayable,traced = True,None # `traced`: why no step is run again, in words
     def before_fit(self):
         assert defaults.use_cuda is not False, ("`default_device(False)` makes fastai put every batch on the CPU: "
             "call `default_device(-1)` or `learn.detach_tpu()`.")
@@ -98,10 +109,7 @@ class TPUTrainer(BatchEnds):
         self.replay.start(self.learn, self.device, self.loans, waiting, self.traced)
 
     def before_validate(self):
-        if self.at_home: return
-        self._start(pad=True)
-        self.one_graph = is_long(self.dl) and not self.traced
-        self.replay.valid.start(self.learn, self.device, self.loans, why=self.traced or (None if self.one_graph else 'so few are not worth it'))
+        if not self.at_home: self._start_valid()
 
     def before_batch(self):
         super().before_batch()
@@ -120,9 +128,7 @@ class TPUTrainer(BatchEnds):
 
     def after_batch(self):
         if self.at_home: return
-        replay = self.replay if self.training else self.replay.valid
-        if not replay.ran: self._end_graph()
-        replay.cut(self.learn)
+        self._cut()
         self.queue.flush_if_due()
         if self.training and self.train_iter==1: self._tell()
 
