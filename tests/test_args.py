@@ -127,7 +127,8 @@ SEAMS = '''start_iter DeviceDL Shipment EventTeller lengthen_lr_find run_along r
     StoreReader copy_state note_made made_as fingerprint check_differences note_config CheckpointOptions settings_of progress_file plan_goal load_weights ema_weight
     StateRestorer FitResumer hlo_message compile_options ProgramReport CutReport ProgramLog tpu_advice trace_phase StepReports TPUReport scope_of step_times meter_row meter_line
     speed_text MeterSums MeterRates ProfiledSteps plot_steps time_fit gloo_device start_host rehearse device_span host_span HostShare host_pieces HostDraws
-    assemble part_of collect_parts write_by_hosts write_pieces write_state write_progress MeshTrainer bar_says fit_line seconds_left left_text EpochClock'''.split()
+    assemble part_of collect_parts write_by_hosts write_pieces write_state write_progress MeshTrainer bar_says fit_line seconds_left left_text EpochClock
+    step_metrics users_functions step_code step_owners'''.split()
 
 def options(f):
     "The parameters of `f` that say they are numbers, words or switches"
