@@ -4,7 +4,7 @@
     python benchmarks/replay_idioms.py --form sharded                    # on a mesh of two cores; `distributed`: on two replicas
     python benchmarks/replay_idioms.py --idioms deque dropout_by_epoch   # some
 
-Prints for each how many steps were run again, and else why they were traced. The exit status is 1 if losses, metrics or weights differ anywhere.
+Prints for each how many steps and batches of validation were run again, and else why they were traced. The exit status is 1 if losses, metrics or weights differ anywhere.
 """
 import itertools, os, random, sys, warnings
 for k,v in dict(OMP_NUM_THREADS='1', PJRT_DEVICE='CPU', XLA_FLAGS='--xla_backend_optimization_level=0').items(): os.environ.setdefault(k, v) # compiles faster
@@ -29,7 +29,7 @@ def samples():
 def mlp(mid=nn.ReLU): return nn.Sequential(nn.Linear(12, 16), mid(), nn.Linear(16, 4))
 
 def learner(model=None, loss=None, cbs=None, drop_last=True, **kwargs):
-    dls = DataLoaders(TfmdDL(samples(), bs=10, shuffle=True, drop_last=drop_last, num_workers=0), TfmdDL(samples()[:32], bs=8, num_workers=0))
+    dls = DataLoaders(TfmdDL(samples(), bs=10, shuffle=True, drop_last=drop_last, num_workers=0), TfmdDL(samples()[:64], bs=8, num_workers=0))
     return Learner(dls, model or mlp(), loss_func=loss or CrossEntropyLossFlat(), metrics=accuracy, cbs=cbs, **kwargs)
 
 class Pre(nn.Module):
@@ -334,7 +334,7 @@ def main():
     for name in a.idioms:
         same,said = compare(a.form, name)
         ok = ok and same
-        print(f"{name:26} {'the same' if same else 'DIFFERS'}: {said}", flush=True)
+        print(f"{name:26} {'the same' if same else 'DIFFERS'}: {'; '.join(said.splitlines())}", flush=True)
     sys.exit(not ok)
 
 if __name__=='__main__': main()

@@ -49,6 +49,7 @@ from .train.stand_ins import *
 from .train.capture import *
 from .train.effects import *
 from .train.parts import *
+from .train.plans import *
 from .train.replay import *
 from .train.on_device import *
 from .train.strict import *

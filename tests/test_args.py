@@ -53,7 +53,7 @@ CASES = [ # what is called, and of its arguments the wrong values
     (JSDLoss, dict(num_splits=count, alpha=but(0, 1.5), smoothing=but(0))),
     (NaNGuard, dict(action=WRONG)), (HostQueue, dict(every=but(0, 1.5)), {}, dict(every='fetch_every')),
     (StrictSteps, dict(warm=at_least_0)), (TPUTrainer, dict(batch_tfms=WRONG, fetch_every=but(0, 1.5), replay=bit)), (StepReplay, dict(on=bit, confirm=count, check_every=count), {}, dict(on='replay')),
-    (StepPlans, dict(confirm=count)), (StepTracing, dict(confirm=count)),
+    (StepPlans, dict(confirm=count)), *((o, dict(on=bit, confirm=count, check_every=count), {}, dict(on='replay')) for o in (BatchReplay, ValidReplay)), (StepTracing, dict(confirm=count)),
     (one_core, dict(batch_tfms=WRONG, fetch_every=but(0, 1.5), replay=bit, strict=bit, cache=place_or_none)),
     (use_virtual_cores, dict(n=count_or_none, processes=bit, hosts=count)), (run_replicas, dict(fn=WRONG, n=count_or_none), dict(fn=noop)),
     (TPUPool, dict(n_cores=count_or_none)), (get_pool, dict(n_cores=count_or_none)), (tpu_launch, dict(fn=WRONG, n_cores=count_or_none), dict(fn=noop)),
@@ -127,7 +127,8 @@ SEAMS = '''start_iter DeviceDL Shipment EventTeller lengthen_lr_find run_along r
     StoreReader copy_state note_made made_as fingerprint check_differences note_config CheckpointOptions settings_of progress_file plan_goal load_weights ema_weight
     StateRestorer FitResumer hlo_message compile_options ProgramReport CutReport ProgramLog tpu_advice trace_phase StepReports TPUReport scope_of step_times meter_row meter_line
     speed_text MeterSums MeterRates ProfiledSteps plot_steps time_fit gloo_device start_host rehearse device_span host_span HostShare host_pieces HostDraws
-    assemble part_of collect_parts write_by_hosts write_pieces write_state write_progress MeshTrainer bar_says fit_line seconds_left left_text EpochClock'''.split()
+    assemble part_of collect_parts write_by_hosts write_pieces write_state write_progress MeshTrainer bar_says fit_line seconds_left left_text EpochClock
+    step_metrics users_functions step_code step_owners'''.split()
 
 def options(f):
     "The parameters of `f` that say they are numbers, words or switches"

@@ -21,11 +21,11 @@ def eq(a, b): assert is_same(a, b), f"{a}\n!=\n{b}"
 
 def net(): return nn.Sequential(nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(.3), nn.Linear(16, 3))
 
-def learner(model=None, n=80, n_last=0, opt_func=Adam, loss_func=None, cbs=None, train_metrics=False, **kwargs):
+def learner(model=None, n=80, n_last=0, n_valid=20, opt_func=Adam, loss_func=None, cbs=None, train_metrics=False, **kwargs):
     "Ten batches of 8 to train"
     set_seed(3)
     train = DataLoader(vectors(n+n_last), bs=8, shuffle=True, num_workers=0)
-    dls = DataLoaders(train, DataLoader(vectors(20, seed=1), bs=8, num_workers=0))
+    dls = DataLoaders(train, DataLoader(vectors(n_valid, seed=1), bs=8, num_workers=0))
     learn = Learner(dls, (model or net)(), loss_func=loss_func or CrossEntropyLossFlat(), metrics=accuracy, opt_func=opt_func, cbs=cbs, **kwargs)
     learn.recorder.train_metrics = train_metrics
     return learn
@@ -104,6 +104,64 @@ def test_mixes(cb):
         set_seed(3)
         return Learner(image_dls(n_trn=48), cnn(), loss_func=CrossEntropyLossFlat(), cbs=cb())
     assert both(make).replay.n_replayed>=10
+
+@pytest.mark.parametrize('kwargs,n', [(dict(cbs=lambda: [GradientAccumulation(24), GradientClip(.1)]), 11), (dict(opt_func=ranger, n=240, n_last=3), 41)], ids=['clip','ranger'])
+def test_accumulates(kwargs, n):
+    "A batch that begins a sum of gradients, one that adds to it, and one that steps are three programs; what is left over waits for the next fit"
+    def train(learn):
+        one_cycle(learn)
+        grads.append([None if p.grad is None else to_host(p.grad) for p in learn.model.parameters()])
+    grads,make = [],kwargs.pop('cbs', lambda: [GradientAccumulation(24)])
+    learn = both(lambda: learner(cbs=make(), **kwargs), train)
+    eq(*grads)
+    assert learn.replay.n_replayed>=n and not learn.replay.why, learn.replay
+
+class BatchCosts(Callback):
+    "Compilations, reads and executions of each batch of a validation"
+    replayable,order = True,200
+    def before_validate(self): self.seen,self.at = [],xla_counts()
+    def after_batch(self):
+        if self.training: return
+        now = xla_counts()
+        self.at,n = now,now-self.at
+        self.seen.append((n.compiles, n.reads, n.executions))
+
+def test_validation_runs_again():
+    "Values, predictions in their order, losses and the training that follows are the same; a batch is one execution, and neither compiles nor reads"
+    def train(learn):
+        one_cycle(learn)
+        costs = BatchCosts()
+        got.append((list(learn.validate(cbs=costs)), learn.get_preds(), learn.get_preds(with_loss=True, with_input=True)))
+        seen.append(costs.seen)
+        learn.fit(1, 1e-3)
+    got,seen = [],[]
+    learn = both(lambda: learner(n_valid=60), train)
+    eq(*got)
+    eq((learn.replay.valid.n_replayed, learn.replay.valid.n_traced, learn.replay.valid.why), (34,14,None)) # of 7 whole batches each first is traced, and the padded one
+    eq([sum(o[i] for o in seen[1][1:7]) for i in (0,1)], [0,0])
+    assert abs(sum(o[2] for o in seen[1][1:7])-6)<=1 # the device may lag behind
+    assert '34 of 48 batches of validation were run again' in repr(learn.replay)
+
+class OnlyIn(nn.Module):
+    "Does `f(self)` in validation"
+    def __init__(self, f): super().__init__(); self.layer,self.n,self.f = nn.Linear(8, 3),0,f
+    def forward(self, x): return self.layer(x)*(1 if self.training else self.f(self, x))
+
+def _counts(m, x): m.n += 1; return 1+m.n//5
+class SeesPred(Callback):
+    run_train = False
+    def after_pred(self): self.learn.pred = self.pred*(1+self.iter)
+
+refused_in_validation = dict(counter=(lambda: learner(lambda: OnlyIn(_counts), n_valid=60), 'a step changes the model.n'),
+    draws=(lambda: learner(lambda: OnlyIn(lambda m,x: 1. if random.random()<.5 else 2.), n_valid=60), "a step changes Python's random numbers"),
+    reads=(lambda: learner(lambda: OnlyIn(lambda m,x: 1. if x.sum().item()>0 else 2.), n_valid=60), 'a step reads the device, or runs in several programs'),
+    callback=(lambda: learner(n_valid=60, cbs=SeesPred()), 'SeesPred has `after_pred`'), few=(learner, 'so few are not worth it'))
+
+@pytest.mark.parametrize('name', refused_in_validation)
+def test_validation_traced_for_a_reason(name):
+    make,why = refused_in_validation[name]
+    learn = both(make)
+    assert learn.replay.n_replayed==17 and learn.replay.valid.n_replayed==0 and why in repr(learn.replay.valid), learn.replay
 
 def test_smaller_last_batch():
     "A kind of step of its own"
@@ -205,9 +263,9 @@ def test_new_optimizer_state():
 
 def test_checked_again(monkeypatch):
     "One step in so many is traced; what it may have left elsewhere is looked for at the 1st, 2nd, 4th and 8th"
-    from fastai_xla.train import replay
-    looks,stock = [],replay.kept_of_step
-    monkeypatch.setattr(replay, 'kept_of_step', lambda *args: looks.append(1) or stock(*args))
+    from fastai_xla.train import plans
+    looks,stock = [],plans.kept_of_step
+    monkeypatch.setattr(plans, 'kept_of_step', lambda *args: looks.append(1) or stock(*args))
     learn = learner(n=320).to_tpu()
     learn.replay.check_every = 5
     with learn.no_bar(),learn.no_logging(): learn.fit(1, 1e-2)
@@ -401,7 +459,7 @@ refused = dict(reads_param=(lambda: learner(ReadsParam), 'a step reads the devic
     copies=(lambda: learner(Copies), 'something keeps a copy of what a step changes, of shape [3, 8]'),
     keeps=(lambda: learner(Keeps), 'a step changes the model.seen'), hook=(lambda: learner(hooked), 'hook hooked.<locals>.halve, which must run in each step'),
     gradients=(lambda: learner(cbs=EditGrads()), 'EditGrads has `before_step`'), freezes=(lambda: learner(cbs=Freezes()), 'Freezes has `before_batch`'),
-    swaps=(lambda: learner(cbs=Swaps()), 'Swaps has `before_batch`'), accumulates=(lambda: learner(cbs=GradientAccumulation(16)), 'GradientAccumulation has `after_loss`'),
+    swaps=(lambda: learner(cbs=Swaps()), 'Swaps has `before_batch`'),
     own_step=(lambda: learner(opt_func=lambda ps, **kw: Own(ps, [], lr=.01)), 'the step of Own is not one operation on the device'),
     iterations=(with_iter_loss, 'with_iter_loss.<locals>.<lambda> reads `train_iter`, which is another in each step'),
     growing=(growing, 'no step is like the one before: the first of its kind'),
@@ -494,14 +552,14 @@ for replay in (False, True):
             else: assert False, 'the weight is in other memory than before'
         w = learn.model[1].weight.clone() # without memory of its own
         learn.fit(1, 1e-3)
-    print(learn.replay.n_replayed)
+    print(learn.replay.n_replayed, learn.replay.valid.n_replayed)
     spec,w = [torch_xla._XLAC._get_xla_sharding_spec(p) for p in learn.model.parameters()],w.tolist()
     learn.detach_tpu_sharded()
-    res.append(([float(o) for o in learn.recorder.losses], w, [o.tolist() for o in keep.copies], [p.tolist() for p in learn.model.state_dict().values()], spec))
+    res.append(([float(o) for o in learn.recorder.losses], [list(o) for o in learn.recorder.values], w, [o.tolist() for o in keep.copies], [p.tolist() for p in learn.model.state_dict().values()], spec))
 for a,b in zip(*res): assert a==b, f'{a} != {b}'
-assert any('devices=' in o for o in res[1][4])
+assert any('devices=' in o for o in res[1][5])
 """, CPU_NUM_DEVICES='2')
-    eq([int(o) for o in out.split()], [0,25])
+    eq([int(o) for o in out.split()], [0,0,25,26])
 
 def test_what_torch_frees_meanwhile(monkeypatch):
     "A thread of torch's may free a graph, and with it tensors that Python has no name for, while they are looked at"
@@ -523,4 +581,5 @@ def test_idioms():
     res = run(repo/'benchmarks'/'replay_idioms.py', '--idioms', *names)
     rows = [o.split(maxsplit=1) for o in res.stdout.splitlines()]
     assert res.returncode==0 and [o[0] for o in rows]==names, f'{res.stdout}\n{res.stderr}'
-    assert all(re.fullmatch('the same: (2[89]|3[01]) of 36 training steps were run again without tracing', o[1]) for o in rows), res.stdout
+    again = 'the same: (2[89]|3[01]) of 36 training steps were run again without tracing; (0|2[67]) of 32 batches of validation were run again without tracing'
+    assert all(re.match(again, o[1]) for o in rows) and [o[1] for o in rows if '; 0 of' in o[1]]==[rows[1][1]] and 'model.scale' in rows[1][1], res.stdout

@@ -13,10 +13,10 @@ N,B = 2,8 # replicas, and samples of a batch of one
 
 def net(): return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(.3), nn.Linear(16, 3))
 
-def learner(model=net, n=10*N*B, train_metrics=False, before_batch=None, **kwargs):
+def learner(model=net, n=10*N*B, n_valid=21, train_metrics=False, before_batch=None, **kwargs):
     "Ten batches of each replica to train"
     set_seed(3)
-    dls = DataLoaders(TfmdDL(vectors(n), bs=B, shuffle=True, num_workers=0, before_batch=before_batch), TfmdDL(vectors(21, seed=1), bs=B, num_workers=0))
+    dls = DataLoaders(TfmdDL(vectors(n), bs=B, shuffle=True, num_workers=0, before_batch=before_batch), TfmdDL(vectors(n_valid, seed=1), bs=B, num_workers=0))
     learn = Learner(dls, model(), loss_func=CrossEntropyLossFlat(), metrics=accuracy, path='.', **kwargs)
     learn.recorder.train_metrics = train_metrics
     return learn
@@ -50,15 +50,18 @@ def both(make, train=one_cycle, **kwargs):
     return [o[1] for o in got],[o[2] for o in got]
 
 cases = dict(adam=dict(), sgd=dict(opt_func=partial(SGD, mom=.9)), clip=dict(cbs=lambda r: GradientClip(.1)), bf16=dict(cbs=lambda r: MixedPrecision()),
-    train_metrics=dict(train_metrics=True), global_norms=dict(sync_bn=True), mixup=dict(cbs=lambda r: MixUp()))
+    train_metrics=dict(train_metrics=True), global_norms=dict(sync_bn=True), mixup=dict(cbs=lambda r: MixUp()),
+    accumulates=dict(cbs=lambda r: GradientAccumulation(2*B)), validation=dict(n_valid=85))
 
 @pytest.mark.parametrize('kind', cases)
 def test_runs_again(kind):
     kwargs = dict(cases[kind])
-    make = partial(learner, **{k: kwargs.pop(k) for k in ('opt_func','train_metrics') if k in kwargs})
+    make = partial(learner, **{k: kwargs.pop(k) for k in ('opt_func','train_metrics','n_valid') if k in kwargs})
     replays,said = both(make, **kwargs)
     if kind=='mixup': assert all(o.n_replayed>=12 for o in replays), said # its state of the optimizer is made in the first step
+    elif kind=='accumulates': assert all(o.n_replayed>=12 and not o.why for o in replays), said
     else: assert {(o.n_replayed, o.n_traced, o.why) for o in replays}=={(17,3,None)}, said
+    if kind=='validation': assert all(o.valid.n_replayed>=6 and not o.valid.why for o in replays), said
 
 def test_smaller_last_step():
     "Its sizes differ from rank to rank, so it is traced, and the others are run again"
@@ -144,7 +147,6 @@ class Depth(nn.Module):
     def forward(self, x): return self.b(self.a(x) if random.random()<2 else x)
 
 refused = dict(reads=(partial(learner, Reads), {}, 'a step reads the device'), draws=(partial(learner, Depth), {}, "a step changes Python's random numbers"),
-    accumulates=(learner, dict(cbs=lambda r: GradientAccumulation(2*B)), 'GradientAccumulation has `after_loss`'),
     ragged=(partial(learner, before_batch=noop), {}, 'the shapes of its batches may differ from replica to replica'),
     scales_lr=(learner, dict(scale_lr=True), 'GradientReducer has `before_step`'), fsdp=(learner, dict(fsdp=True), 'with `fsdp` a step gathers'))
 

@@ -60,7 +60,7 @@ class ShareTrainer(TPUTrainer):
     "Run this rank's share of each step, with the loss and the metrics of all ranks"
     meters,alone = (),False
     @property
-    def traced(self): return 'the shapes of its batches may differ from replica to replica' if self.dl.ragged_across_ranks else None
+    def traced(self): return 'the shapes of its batches may differ from replica to replica' if self.dl.train and self.dl.ragged_across_ranks else None
 
     def _loader(self, dl, pad, **kwargs): return ShardedDL(dl, self.device, train=not pad, pad=pad, **kwargs)
 

@@ -9,6 +9,7 @@ from .stand_ins import *
 from .capture import *
 from .effects import *
 from .parts import *
+from .plans import *
 from .replay import *
 from .on_device import *
 from .strict import *

@@ -143,10 +143,10 @@ class StepTracer:
         try: return f()
         finally: _lib()._xla_set_rng_seed(seed, self.device)
 
-    def begin(self, state, given):
-        "Before the step, when nothing is left to compute; `state` changes in place, `given` is what else it may take"
+    def begin(self, state, given, spent=()):
+        "Before the step, when nothing is left to compute; `state` changes in place, `given` is what else it may take, by number `spent` what else may change"
         self.wait()
-        self.state,self.slots = state,{**self._slots('given', given), **self._slots('state', state)}
+        self.state,self.slots,self.spent = state,{**self._slots('given', given), **self._slots('state', state)},{k: given[k] for k in spent}
         self.taken = frozenset(map(node_id, state)) # now that each is in a graph
         self.slots[tensor_id(self._begin_seed())] = 'seed',0
 
@@ -159,7 +159,8 @@ class StepTracer:
         ids,self.values = _lib()._get_tensors_xla_device_data_node(self.roots)
         sources = tuple(('seed',0) if i==_lib()._get_seed_info_id() else self.slots.get(i, ('const',j)) for j,i in enumerate(ids))
         from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config # not above: rooms can be imported where torch_xla is missing
-        for v,(w,k) in zip(self.values, sources): _lib()._set_buffer_donation(v, w=='state' and k in written and v.ndim>0) # torch_xla caches scalars
+        free = {*(('state',k) for k in written), *(('given',k) for k,t in self.spent.items() if pending([t]))}
+        for v,s in zip(self.values, sources): _lib()._set_buffer_donation(v, s in free and v.ndim>0) # torch_xla caches scalars
         with _donating,alias_with_buffer_donor_config(True):
             key = _lib()._get_graph_hash(self.roots)
             _lib()._xla_warm_up_cache(self.roots, []) # compiles, unless it is known
@@ -173,7 +174,7 @@ class StepCapture(StepTracer):
         outs = self.roots[len(program.written):]
         try: self._execute(program, self.values, self.roots)
         finally:
-            self.roots = self.values = self.slots = self.state = self.taken = None
+            self.roots = self.values = self.slots = self.state = self.taken = self.spent = None
             _lib()._clear_pending_irs(self.device)
         return outs
 

@@ -25,23 +25,24 @@ from ..runtime.values import slots
 from ..patches.registry import Loan
 from ..data.rng import rng_state
 from .move import learner_modules
-from .meters import DeviceMetric
+from .meters import DeviceMetric, step_metrics
 from .capture import node_id, pending, tensor_id
 
 # %% ../../nbs/450_train.effects.ipynb #callbacks
 _outside = 'before_batch','after_batch'
 _inside = 'after_pred after_loss before_backward after_cancel_backward after_backward before_step after_cancel_step after_step after_cancel_batch'.split()
-_harmless = dict(MixedPrecision='after_pred after_loss before_backward before_step after_step', GradientClip='before_step', RNNCallback='after_pred',
-    RNNRegularizer='after_loss') # they add to the graph, and change nothing else
+_inside_valid = 'after_pred','after_loss','after_cancel_batch'
+_harmless = dict(MixedPrecision='after_pred after_loss before_backward before_step after_step', GradientClip='before_step',
+    GradientAccumulation='after_loss before_step', RNNCallback='after_pred', RNNRegularizer='after_loss') # they add to the graph, and change nothing else
 
 def _module(f): return getattr(f, '__module__', None) or ''
 
 def _is_known(cb, event, f): return _module(f).startswith('fastai.') and (event in _outside or event in _harmless.get(type(cb).__name__, '').split())
 
-def _of_callback(cb):
+def _of_callback(cb, training):
     "What of `cb` must run in each step, in words; None if nothing must"
-    if not cb.run or getattr(cb, 'replayable', False): return
-    for e in (*_outside, *_inside):
+    if not cb.run or not (cb.run_train if training else cb.run_valid) or getattr(cb, 'replayable', False): return
+    for e in (*_outside, *(_inside if training else _inside_valid)):
         f = getattr(type(cb), e, None) if isinstance(vars(cb).get(e), Loan) else getattr(cb, e, None)
         if f and not _is_known(cb, e, f):
             return f"the callback {type(cb).__name__} has `{e}`, which may change a step; if it doesn't, write `replayable = True` in its class"
@@ -74,10 +75,11 @@ def _of_function(f):
 
 def users_functions(
     learn, # A Learner
+    training:bool=True, # A step of training, or a batch of validation?
 ):
     "The functions of the user's that a step of `learn` calls, as far as their names tell"
     classes = {type(m) for o in learner_modules(learn) for m in o.modules()} | {type(learn.loss_func)}
-    mets = getattr(getattr(learn, 'recorder', None), '_train_mets', ())
+    mets = step_metrics(learn, training)
     todo = [learn.loss_func, *(getattr(m, 'func', None) for m in mets), *(f for c in classes if users_module(c) for f in vars(c).values())]
     found = {}
     while todo:
@@ -91,9 +93,11 @@ def users_functions(
 # %% ../../nbs/450_train.effects.ipynb #step-code
 def step_code(
     learn, # A Learner that is about to train
+    training:bool=True, # Or to validate?
 ):
     "What must run on the host in each step of `learn`, in words; None if nothing must"
-    found = [*map(_of_callback, learn.cbs), *(_of_module(m) for o in learner_modules(learn) for m in o.modules()), *map(_of_function, users_functions(learn))]
+    mods = [m for o in learner_modules(learn) for m in o.modules()]
+    found = [*(_of_callback(cb, training) for cb in learn.cbs), *map(_of_module, mods), *map(_of_function, users_functions(learn, training))]
     return next((o for o in found if o), None)
 
 # %% ../../nbs/450_train.effects.ipynb #brief
@@ -152,11 +156,12 @@ def first_change(
 
 # %% ../../nbs/450_train.effects.ipynb #owners
 def step_owners(
-    learn, # A Learner in a loop over training batches
+    learn, # A Learner in a loop over batches
     mods:list, # Its modules
+    training:bool=True, # Of training, or of validation?
 ):
     "The attributes of all who have some that a step may take or leave, by name; a callback's `replay_parts` names those of its own that are such objects"
-    mets = [m for m in getattr(getattr(learn, 'recorder', None), '_train_mets', ()) if isinstance(m, DeviceMetric)]
+    mets = [m for m in step_metrics(learn, training) if isinstance(m, DeviceMetric)]
     named = {'learn': learn, 'loss_func': learn.loss_func}
     for kind,os in dict(cb=learn.cbs, metric=mets, module=mods).items(): named.update({(kind,i): o for i,o in enumerate(os)})
     named.update({('cb',i,k): getattr(cb, k) for i,cb in enumerate(learn.cbs) for k in getattr(type(cb), 'replay_parts', ())})
@@ -230,7 +235,7 @@ def kept_of_step(
 
 # %% ../../nbs/450_train.effects.ipynb #loose
 def loose_gradient(
-    learn, # A Learner in a step
+    learn, # A Learner in a step that clears its gradients
 ):
     "What collects a gradient that no step of the optimizer uses, in words; None if nothing does"
     found = [n for m in learner_modules(learn) for n,p in m.named_parameters() if p.grad is not None and pending([p.grad])]

@@ -6,7 +6,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/train.meters.html.md"""
 
 # %% auto #0
 __all__ = ['HostQueue', 'HostBatch', 'DeviceMetric', 'DeviceAvgLoss', 'DeviceAvgMetric', 'DeviceLossMetric', 'device_metric',
-           'PendingLoss', 'DeviceSmoothLoss']
+           'step_metrics', 'PendingLoss', 'DeviceSmoothLoss']
 
 # %% ../../nbs/420_train.meters.ipynb #imports
 import time
@@ -143,6 +143,15 @@ def device_metric(
     if isinstance(m, DeviceMetric) or type(m).accumulate is Metric.accumulate: return m
     if getattr(getattr(m, 'func', None), 'func', getattr(m, 'func', None)) in _on_host: return DeviceMetric(m, queue)
     return kinds.get(type(m).accumulate, DeviceMetric)(m, queue)
+
+# %% ../../nbs/420_train.meters.ipynb #step-metrics
+def step_metrics(
+    learn, # A Learner
+    training:bool=True, # Those of training, or of validation?
+):
+    "The metrics that are fed with a batch"
+    rec = getattr(learn, 'recorder', None)
+    return () if rec is None else rec._train_mets if training else rec._valid_mets
 
 # %% ../../nbs/420_train.meters.ipynb #pending
 class PendingLoss(torch.Tensor):

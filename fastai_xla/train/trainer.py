@@ -22,9 +22,9 @@ from ..models.norms import mixes_samples, running_stats
 from ..models.ranges import RangeCheck
 from .move import move_learner, Renewal
 from .optimizer import make_state_ahead
-from .meters import DeviceMetric
+from .meters import DeviceMetric, step_metrics
 from .capture import StepTracer
-from .replay import StepReplay
+from .replay import is_long, StepReplay
 from .strict import StrictSteps
 from .on_device import OnDevice
 
@@ -55,10 +55,20 @@ class BatchEnds(OnDevice):
         self._trace_metrics()
 
     def _trace_metrics(self):
-        rec = getattr(self.learn, 'recorder', None)
-        if rec is None or not len(self.yb): return
-        for m in (rec._train_mets if self.training else rec._valid_mets):
+        for m in step_metrics(self.learn, self.training) if len(self.yb) else ():
             if isinstance(m, DeviceMetric): m.trace(self.learn)
+
+    def _start_valid(self):
+        "Begin a validation; if it is long, the graph of a whole batch has the loss and the metrics in it"
+        self._start(pad=True)
+        self.one_graph = is_long(self.dl) and not self.traced
+        self.replay.valid.start(self.learn, self.device, self.loans, why=self.traced or (None if self.one_graph else 'so few are not worth it'))
+
+    def _cut(self):
+        "Cut the graph of a batch at its end, unless it was run again without tracing"
+        replay = self.replay if self.training else self.replay.valid
+        if not replay.ran: self._end_graph()
+        replay.cut(self.learn)
 
     def _tell(self):
         "Say once what was compiled for the first two batches"
@@ -75,6 +85,7 @@ class TPUTrainer(BatchEnds):
             "call `default_device(-1)` or `learn.detach_tpu()`.")
         self.device = xla_device()
         self._since = self._since or xla_counts()
+        self.replay.forget_why()
         torch_xla.manual_seed(self._seed())
         self._hold()
         self._lend()
@@ -98,7 +109,7 @@ class TPUTrainer(BatchEnds):
         self.replay.start(self.learn, self.device, self.loans, waiting, self.traced)
 
     def before_validate(self):
-        if not self.at_home: self._start(pad=True)
+        if not self.at_home: self._start_valid()
 
     def before_batch(self):
         super().before_batch()
@@ -111,13 +122,13 @@ class TPUTrainer(BatchEnds):
     def after_pred(self):
         if self.training or self.at_home: return
         if self.check: self.check.let_go()
+        if self.one_graph and self.dl.n_real is None: return
         self.dl.sync()
         self.learn.xb,self.learn.yb,self.learn.pred = self.dl.trim((self.xb, self.yb, self.pred))
 
     def after_batch(self):
         if self.at_home: return
-        if not self.replay.ran: self._end_graph()
-        self.replay.cut(self.learn)
+        self._cut()
         self.queue.flush_if_due()
         if self.training and self.train_iter==1: self._tell()
 
