@@ -42,6 +42,7 @@ from .models.ranges import *
 from .train.move import *
 from .train.state import *
 from .train.layouts import *
+from .train.tpu_casts import *
 from .train.steppers import *
 from .train.optimizer import *
 from .train.meters import *

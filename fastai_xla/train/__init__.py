@@ -2,6 +2,7 @@
 from .move import *
 from .state import *
 from .layouts import *
+from .tpu_casts import *
 from .steppers import *
 from .optimizer import *
 from .meters import *

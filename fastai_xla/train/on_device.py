@@ -25,6 +25,7 @@ from ..models.tpu_forms import lend_tpu_forms
 from ..models.text import lend_text, pads_text
 from ..models.timm import lend_timm
 from .move import HostValues, move_learner, opt_states, placed_tensors, Renewal
+from .tpu_casts import lend_tpu_casts
 from .optimizer import lend_step
 from .meters import device_metric, DeviceMetric, HostQueue, PendingLoss
 from .stand_ins import lend_stand_ins
@@ -209,7 +210,7 @@ class OnDevice(DevicePhases):
         lend_stand_ins(self.learn, self.loans)
         if self.opt is not None: lend_step(self.opt, self.loans)
         for f in (lend_text, lend_timm, lend_weight_norms): f(self.model, self.loans)
-        if program_kind()=='TPU' and not xr.is_spmd(): lend_tpu_forms(self.loans) # the partitioner splits torch_xla's
+        if program_kind()=='TPU' and not xr.is_spmd(): lend_tpu_forms(self.loans); lend_tpu_casts(self.loans) # the partitioner splits torch_xla's
 
     def _start(self, pad):
         "Get ready for a loop over batches, padded or not"
