@@ -64,7 +64,7 @@ def learner(w):
     else:
         ds = samples(w, 2*w.bs*tpu_slice_of(w).n) # two batches on each core
         dls = DataLoaders(*[TfmdDL(ds, bs=w.bs, num_workers=0) for _ in range(2)])
-    loss = MSELossFlat() if w.model=='collab' else CrossEntropyLossFlat(axis=1) if w.model=='unet' else CrossEntropyLossFlat()
+    loss = dict(collab=MSELossFlat(), unet=CrossEntropyLossFlat(axis=1)).get(w.model, CrossEntropyLossFlat())
     learn = Learner(dls, model_of(w), loss_func=loss, cbs=rnn_cbs(2, 1) if w.model=='awd_lstm' else None)
     return learn.to_bf16() if w.bf16 else learn
 

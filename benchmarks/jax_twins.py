@@ -122,7 +122,7 @@ def convnext(net, x):
 def unet(net, x):
     "fastai's, with a ResNet-18"
     import jax, jax.numpy as jnp
-    inp = x.astype(net.dtype)
+    inp = x # autocast puts it together with the rest as it is
     conv = lambda x, name, o, k=3: jax.nn.relu(net.conv(x, name, o, k, bias=True))
     def shuffled(x, name, o):
         y = conv(x, name, 4*o, 1)
