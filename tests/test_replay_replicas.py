@@ -51,7 +51,7 @@ def both(make, train=one_cycle, **kwargs):
 
 cases = dict(adam=dict(), sgd=dict(opt_func=partial(SGD, mom=.9)), clip=dict(cbs=lambda r: GradientClip(.1)), bf16=dict(cbs=lambda r: MixedPrecision()),
     train_metrics=dict(train_metrics=True), global_norms=dict(sync_bn=True), mixup=dict(cbs=lambda r: MixUp()),
-    accumulates=dict(cbs=lambda r: GradientAccumulation(2*B)), validation=dict(n_valid=85))
+    accumulates=dict(cbs=lambda r: GradientAccumulation(2*B)), validation=dict(n_valid=149))
 
 @pytest.mark.parametrize('kind', cases)
 def test_runs_again(kind):
