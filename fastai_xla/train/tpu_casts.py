@@ -44,7 +44,7 @@ class _Widened(torch.autograd.Function):
     def backward(ctx, g): return g.to(ctx.dtype),None
 
 def _cat(torch_, stock, tensors, *args, **kwargs):
-    narrow = _autocast_dtype(tensors[0])
+    narrow = _autocast_dtype(tensors[0]) if tensors else None
     if narrow and {t.dtype for t in tensors}=={narrow,torch.float32}:
         tensors = [_Widened.apply(t, torch.float32) if t.dtype is narrow else t for t in tensors]
     return stock(tensors, *args, **kwargs)
