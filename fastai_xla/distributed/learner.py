@@ -186,7 +186,7 @@ def to_tpu_distributed(self:Learner,
     scale_lr:bool=False, # Multiply the learning rate by the number of cores?
     fsdp:bool|dict=False, # Spread parameters, gradients and optimizer state over the cores? True, or options, see `fsdp_options`
     watchdog:float|None=15., # Minutes without a sign of life after which a call ends with all ranks' stacks; None: no end. See `Watchdog`
-    replay:bool=True, # Run training steps and batches of validation that are known to be the same on all cores again, without tracing them? See `StepReplay`
+    replay:bool=True, # Run steps and batches of validation that are known to be the same on all cores again, without tracing them? See `StepReplay`
 ):
     "Train on every TPU core (or on virtual cores where there is no TPU) from now on"
     options = dict(batch_tfms=batch_tfms, fetch_every=fetch_every, sync_bn=sync_bn, fsdp=fsdp, replay=replay)

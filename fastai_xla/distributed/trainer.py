@@ -105,7 +105,7 @@ class TPUDistributedTrainer(ShareTrainer):
         batch_tfms:str='auto', # Where batch transforms run: 'auto', 'host' or 'device'; see `TfmPlacement`
         fetch_every:float=1., # Seconds between two fetches of losses for the progress bar
         sync_bn='stats', # BatchNorm: average the running statistics ('stats'), normalize by the global batch (True), or take the main rank's (False)
-        replay:bool=True, # Run training steps and batches of validation that are known to be the same on all ranks again, without tracing them? See `StepReplay`
+        replay:bool=True, # Run steps and batches of validation that are known to be the same on all ranks again, without tracing them? See `StepReplay`
     ):
         check_choice('sync_bn', sync_bn, ('stats', True, False))
         super().__init__(batch_tfms, fetch_every, replay)

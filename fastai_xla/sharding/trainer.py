@@ -168,7 +168,7 @@ def to_tpu_sharded(self:Learner,
     partition_norms:bool|None=None, # Norm layers that XLA's partitioner can split, instead of torch_xla's? None: on a CPU; a TPU's splits torch_xla's
     batch_tfms:str='auto', # Where batch transforms run: 'auto', 'host' or 'device'; see `TfmPlacement`
     fetch_every:float=1., # Seconds between two fetches of losses and metrics for the progress bar
-    replay:bool=True, # Run training steps and batches of validation that are known to be the same again, without tracing them? See `StepReplay`
+    replay:bool=True, # Run steps and batches of validation that are known to be the same again, without tracing them? See `StepReplay`
     **axes:int, # Sizes of other mesh axes, for rules to use
 ):
     "Train by one program on every TPU core (or XLA's CPU devices where there is no TPU) from now on"

@@ -132,7 +132,7 @@ class DevicePhases(XLACallback):
     def __init__(self,
         batch_tfms:str='auto', # Where batch transforms run: 'auto', 'host' or 'device'; see `TfmPlacement`
         fetch_every:float=1., # Seconds between two fetches of losses and metrics for the progress bar
-        replay:bool=True, # Run training steps and batches of validation that are known to be the same again, without tracing them? See `StepReplay`
+        replay:bool=True, # Run steps and batches of validation that are known to be the same again, without tracing them? See `StepReplay`
     ):
         TfmPlacement(None, batch_tfms)
         self.batch_tfms,self.queue,self.loans = batch_tfms,HostQueue(fetch_every),Loans()

@@ -160,7 +160,7 @@ def to_tpu(self:Learner,
     fetch_every:float=1., # Seconds between two fetches of losses and metrics for the progress bar
     strict:bool=False, # Raise at what makes a step slow, once the first are done; see `StrictSteps`
     cache=None, # Folder for compiled graphs, see `use_compile_cache`
-    replay:bool=True, # Run training steps and batches of validation that are known to be the same again, without tracing them? See `StepReplay`
+    replay:bool=True, # Run steps and batches of validation that are known to be the same again, without tracing them? See `StepReplay`
 ):
     "Train on one TPU core (or XLA's CPU device where there is no TPU) from now on"
     cb = TPUTrainer(batch_tfms, fetch_every, replay)
