@@ -15,7 +15,7 @@ from fastai.callback.training import GradientAccumulation
 from fastai.optimizer import Lookahead
 from ..runtime.transfer import on_xla, tensors_of
 from .move import learner_modules, opt_states, placed_tensors
-from .stand_ins import samples_of_step
+from .stand_ins import count_after, samples_of_step
 from .effects import module_internals, step_owners
 from .capture import filled, pending, shape_of, shell_of, StepLeft, tensor_id, tensors_in, xla_tensors
 
@@ -58,7 +58,7 @@ class StepKind:
         if self.adds: self.owners['grads'] = Gradients(self.params)
 
     def placed(self, learn): return placed_tensors(learn) # what a step may change in place, by name
-    def steps(self): return not self.adds or (k := samples_of_step(self.adds))[0]+self.adds.count>=k[1] # does this batch end with a step?
+    def steps(self): return not self.adds or not count_after(self.adds) # does this batch end with a step?
     def kind(self, learn):
         if not self.adds: return id(learn.opt),*_step_kind(learn.opt)
         return id(learn.opt),*samples_of_step(self.adds),*(p.grad is None for p in self.params),*(_step_kind(learn.opt) if self.steps() else (None,))

@@ -16,7 +16,7 @@ from fastcore.all import patch
 from ..runtime.ranks import world_size
 from ..runtime.args import check_bool, check_int
 from .optimizer import count_step, sent_numbers
-from .stand_ins import count_batch
+from .stand_ins import count_after
 from .effects import loose_gradient, step_code
 from .capture import shape_of, StepCapture
 from .parts import ReplayParts, ValidParts
@@ -132,7 +132,7 @@ class StepReplay(BatchReplay):
     def count(self, learn):
         self.steps = self.parts.steps()
         if self.steps and (numbers := count_step(_stepper(learn.opt))) is None: return
-        if self.parts.adds: count_batch(self.parts.adds)
+        if self.parts.adds: self.parts.adds.count = count_after(self.parts.adds)
         if self.steps and isinstance(learn.opt, Lookahead): learn.opt.count += 1
         return [numbers] if self.steps else []
 
@@ -152,7 +152,7 @@ class StepReplay(BatchReplay):
 # %% ../../nbs/460_train.replay.ipynb #learn-replay
 @patch(as_prop=True)
 def replay(self:Learner):
-    "How many training steps were run again without tracing, and why others were not"
+    "How many training steps and batches of validation were run again without tracing, and why others were not"
     found = [vars(cb)['replay'] for cb in self.cbs if 'replay' in vars(cb)]
     if found: return found[0]
     raise RuntimeError("This Learner trains without a TPU, or in other processes: call `learn.to_tpu()` first.")

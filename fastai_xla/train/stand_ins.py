@@ -6,7 +6,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/train.stand_ins.html.md"""
 
 # %% auto #0
 __all__ = ['stand_in', 'is_tracker', 'lend_stand_ins', 'host_copy', 'bar_says', 'after_bar', 'begin_bar', 'samples_of_step',
-           'count_batch']
+           'count_after']
 
 # %% ../../nbs/430_train.stand_ins.ipynb #imports
 from contextlib import contextmanager
@@ -159,9 +159,8 @@ def _count_all(cb, stock):
     n = _step_size(cb)
     if n is None: return stock()
     cb.learn.loss_grad *= _n_acc(cb)/n
-    cb.count += n
-    if cb.count<_n_acc(cb): raise CancelBatchException()
-    cb.count = 0
+    cb.count = count_after(cb)
+    if cb.count: raise CancelBatchException()
 
 def samples_of_step(
     cb:GradientAccumulation, # In a batch of training
@@ -170,12 +169,12 @@ def samples_of_step(
     n = _step_size(cb)
     return (find_bs(cb.learn.yb), cb.n_acc) if n is None else (n, _n_acc(cb))
 
-def count_batch(
+def count_after(
     cb:GradientAccumulation, # In a batch of training
 ):
-    "Count this batch as `cb` does"
+    "The `count` of `cb` after this batch; 0 if a step ends with it"
     n,n_acc = samples_of_step(cb)
-    cb.count = cb.count+n if cb.count+n<n_acc else 0
+    return cb.count+n if cb.count+n<n_acc else 0
 
 # %% ../../nbs/430_train.stand_ins.ipynb #clip
 @stand_in(GradientClip, 'before_step')
