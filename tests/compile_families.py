@@ -30,6 +30,12 @@ def unet(sz=16, bs=4):
 
 def unet_bf16(): return unet().to_bf16()
 
+@seeded
+def convnext():
+    "A small ConvNeXt in bfloat16"
+    return vision_learner(image_dls(64, bs=16), 'convnext_tiny', pretrained=False, metrics=accuracy, custom_head=nn.Sequential(nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(128, 4)),
+        depths=(3,1,1,1), dims=(64,64,128,128)).to_bf16()
+
 def _tiny_body(pretrained=False): return nn.Sequential(ConvLayer(3, 8, stride=2), ConvLayer(8, 16, stride=2), nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(16, 4))
 
 @seeded
@@ -61,7 +67,7 @@ FAMILIES = dict(
     images_bf16=(images_bf16, 'v5e-1', None, {}), images_sgd_replicas=(images_sgd, 'v5e-4', None, {}), vit_v6e=(vit, 'v6e-1', None, {}),
     vit_scan_fsdp8=(wide_vit, 'v5e-8', 'sharded', dict(fsdp=8, scan=True)), vit_2x4=(wide_vit, 'v5e-8', 'sharded', dict(replica=2, fsdp=4, grad_ckpt=True)),
     vit_mark_step=(shallow_vit, 'v5e-4', 'sharded', dict(fsdp=4, mark_step=True)), cut=(cut, 'v5e-1', None, {}),
-    text=(classifier, 'v5e-1', None, {}), language_model=(language_model, 'v5e-1', None, {}), unet=(unet, 'v5e-1', None, {}), unet_bf16=(unet_bf16, 'v5e-1', None, {}),
+    text=(classifier, 'v5e-1', None, {}), language_model=(language_model, 'v5e-1', None, {}), unet=(unet, 'v5e-1', None, {}), unet_bf16=(unet_bf16, 'v5e-1', None, {}), convnext=(convnext, 'v5e-1', None, {}),
     tabular_v4=(tabular, 'v4-8', None, {}),
     collab_dot=(collab_dot, 'v5e-1', None, {}), collab_nn=(collab_nn, 'v5e-1', None, {}), gan=(gan, 'v5e-1', None, {}))
 "Of each family: a Learner, the slice, the form, and options"

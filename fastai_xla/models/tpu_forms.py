@@ -1,4 +1,4 @@
-"""Three functions of torch in the form of which a TPU's compiler makes the least
+"""Functions of torch in the form of which a TPU's compiler makes the least
 
 Docs: https://fastai-xla.github.io/fastai_xla/models.tpu_forms.html.md"""
 
@@ -8,8 +8,10 @@ Docs: https://fastai-xla.github.io/fastai_xla/models.tpu_forms.html.md"""
 __all__ = ['lend_tpu_forms']
 
 # %% ../../nbs/325_models.tpu_forms.ipynb #imports
+from functools import partial
 import torch
 from torch.nn import functional as F
+from ..runtime.device import xm
 from ..runtime.transfer import on_xla
 from ..patches.ops import affine, normed, widen
 from .norms import lend_builtin
@@ -35,11 +37,47 @@ def _embedding(torch_, stock, weight, indices, padding_idx=-1, scale_grad_by_fre
     if not on_xla(weight) or padding_idx>=0 or scale_grad_by_freq or sparse: return stock(weight, indices, padding_idx, scale_grad_by_freq, sparse)
     return weight.index_select(0, indices.flatten().int()).reshape(*indices.shape, weight.shape[1])
 
+# %% ../../nbs/325_models.tpu_forms.ipynb #gelu
+class _LinearOfGelu(torch.autograd.Function):
+    "A linear layer of the GELU of a tensor, of which no more than the tensor is kept"
+    @staticmethod
+    def forward(ctx, layer, x, weight, bias):
+        ctx.layer = layer
+        ctx.save_for_backward(x, weight, bias)
+        return layer(x, weight, bias)
+    @staticmethod
+    def backward(ctx, g):
+        ts,again = ctx.saved_tensors,torch.is_grad_enabled() # has the gradient a gradient?
+        if not again:
+            x,*params = ts
+            x = x.clone()
+            xm.optimization_barrier_([x])
+            ts = [t if t is None else t.detach().requires_grad_() for t in (x,*params)]
+        asked = [t for t,needed in zip(ts, ctx.needs_input_grad[1:]) if needed]
+        with torch.enable_grad(): grads = iter(torch.autograd.grad(ctx.layer(*ts), asked, g, create_graph=again))
+        return None,*(next(grads) if needed else None for needed in ctx.needs_input_grad[1:])
+
+def _before_gelu(y):
+    "Of what `y` is the GELU, and its approximation; None if it is none"
+    if type(y.grad_fn).__name__!='GeluBackward0': return
+    try: return y.grad_fn._saved_self,y.grad_fn._saved_approximate
+    except RuntimeError: return # it was written since, or its gradient is taken
+
+def _linear(F_, stock, input, weight, bias=None):
+    made_of = _before_gelu(input) if on_xla(input) else None
+    if not made_of: return stock(input, weight, bias)
+    x,approximate = made_of
+    cast = partial(torch.autocast, 'xla', torch.get_autocast_dtype('xla'), torch.is_autocast_enabled('xla'))
+    def layer(x, weight, bias):
+        with cast(): return stock(F.gelu(x, approximate=approximate), weight, bias)
+    return _LinearOfGelu.apply(layer, x, weight, bias).as_subclass(type(input))
+
 # %% ../../nbs/325_models.tpu_forms.ipynb #lend
 def lend_tpu_forms(
     loans, # `Loans`, which give torch its own back
 ):
-    "Lend torch a `layer_norm`, an `embedding` and a `scaled_dot_product_attention` of which a TPU's compiler makes less than of torch_xla's"
+    "Lend torch a `layer_norm`, an `embedding`, a `linear` and a `scaled_dot_product_attention` of which a TPU's compiler makes less than of torch_xla's"
     lend_builtin(loans, torch, 'layer_norm', _layer_norm)
     lend_builtin(loans, torch, 'embedding', _embedding)
     lend_builtin(loans, F, 'scaled_dot_product_attention', _attention)
+    lend_builtin(loans, F, 'linear', _linear)

@@ -51,7 +51,6 @@ class ModuleScopes:
     def _begin(self, m, args):
         name = self.names.get(id(m))
         if name is None: return
-        if not self._here.modules: self._here.seen = {}
         self._here.modules.append((name, self._push(name), {id(o): o for o in _nodes(args)}))
 
     def _push(self, name): return torch_xla._XLAC.profiler.scope_pusher(name[0] or 'model')
@@ -67,6 +66,7 @@ class ModuleScopes:
             o.register_prehook(lambda grads: self._enter_backward(name))
             o.register_hook(lambda *grads: self._here.pushed.clear())
             todo += [n for n,_ in o.next_functions]
+        if not self._here.modules: seen.clear() # a part of the graph that is not gone through backward would keep its tensors
 
     def _enter_backward(self, name): self._here.pushed[:] = [self._push(name)]
 
