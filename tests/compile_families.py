@@ -67,7 +67,7 @@ FAMILIES = dict(
     images_bf16=(images_bf16, 'v5e-1', None, {}), images_sgd_replicas=(images_sgd, 'v5e-4', None, {}), vit_v6e=(vit, 'v6e-1', None, {}),
     vit_scan_fsdp8=(wide_vit, 'v5e-8', 'sharded', dict(fsdp=8, scan=True)), vit_2x4=(wide_vit, 'v5e-8', 'sharded', dict(replica=2, fsdp=4, grad_ckpt=True)),
     vit_mark_step=(shallow_vit, 'v5e-4', 'sharded', dict(fsdp=4, mark_step=True)), cut=(cut, 'v5e-1', None, {}),
-    text=(classifier, 'v5e-1', None, {}), language_model=(language_model, 'v5e-1', None, {}), unet=(unet, 'v5e-1', None, {}), unet_bf16=(unet_bf16, 'v5e-1', None, {}), convnext=(convnext, 'v5e-1', None, {}),
-    tabular_v4=(tabular, 'v4-8', None, {}),
+    text=(classifier, 'v5e-1', None, {}), language_model=(language_model, 'v5e-1', None, {}), unet=(unet, 'v5e-1', None, {}), unet_bf16=(unet_bf16, 'v5e-1', None, {}),
+    convnext=(convnext, 'v5e-1', None, {}), tabular_v4=(tabular, 'v4-8', None, {}),
     collab_dot=(collab_dot, 'v5e-1', None, {}), collab_nn=(collab_nn, 'v5e-1', None, {}), gan=(gan, 'v5e-1', None, {}))
 "Of each family: a Learner, the slice, the form, and options"
