@@ -13,12 +13,12 @@ from contextlib import nullcontext
 from importlib import import_module
 from types import FunctionType, ModuleType
 from weakref import WeakKeyDictionary, WeakValueDictionary
-import cloudpickle, torch
+import torch
 from cloudpickle import cloudpickle as cp
 from fastai.basics import Callback, DataLoader, DataLoaders, Learner
 from torch import nn
 from ..runtime.users import travelled, users_module
-from ..runtime.values import contents, digest, found, is_atom, parts, RefPickler, refusal, slots
+from ..runtime.values import contents, digest, found, is_atom, parts, Pickler, RefPickler, refusal, slots
 
 # %% ../../nbs/540_launch.carry.ipynb #names
 class _Now(threading.local): now = None
@@ -88,7 +88,7 @@ def _inline(b):
     if b: _as_bytes(s).data[:] = b
     return s
 
-class ValuePickler(cloudpickle.Pickler):
+class ValuePickler(Pickler):
     "Pickles by value; with `share`, large memory becomes a name, and `kept` must live until it has been mapped"
     def __init__(self, file, share=False, by_value=True):
         self.share,self.by_value,self.kept,self.names = share,by_value,[],[]
@@ -102,7 +102,7 @@ class ValuePickler(cloudpickle.Pickler):
         if isinstance(o, type) and (i := class_id(o)): return class_here,(i,)
         mine = self.by_value and isinstance(o, (type,FunctionType,ModuleType)) and users_module(o)
         if mine and isinstance(o, ModuleType): return _reduce_module(o)
-        if mine and isinstance(o, type): return cloudpickle.cloudpickle._dynamic_class_reduce(o)
+        if mine and isinstance(o, type): return cp._dynamic_class_reduce(o)
         return self._dynamic_function_reduce(o) if mine and isinstance(o, FunctionType) else super().reducer_override(o)
 
     def _dynamic_function_reduce(self, f):

@@ -20,6 +20,7 @@ from fastai.basics import Callback, DataLoader, Learner, Metric, Recorder, Trans
 from fastcore.all import L
 from torch.utils.hooks import RemovableHandle
 from ..runtime.transfer import on_xla
+from ..runtime.values import ref_dumps
 from .registry import Loan, replaces
 from .grads import grad_of
 
@@ -64,7 +65,7 @@ def _method(f, o): return MethodType(f, o)
 def _function_again(o):
     "How to make the nameless function `o` again, for pickle: what to call, and with what"
     if isinstance(o, MethodType): return _method, (_StandIn(o.__func__, _function_again), o.__self__)
-    if not isinstance(o, partial): return cloudpickle.loads, (cloudpickle.dumps(o),)
+    if not isinstance(o, partial): return cloudpickle.loads, (ref_dumps(o, {}),)
     f = _StandIn(o.func, _function_again)
     return partial, (f,), (f, o.args, o.keywords, None)
 

@@ -9,10 +9,10 @@ __all__ = ['RefPickler', 'RefUnpickler', 'ref_dumps', 'ref_loads']
 
 # %% ../../nbs/090_runtime.values.ipynb #imports
 import hashlib, pickle
-from collections import deque
+from collections import ChainMap, deque
 from contextlib import suppress
 from io import BytesIO
-from types import SimpleNamespace
+from types import CodeType, SimpleNamespace
 import cloudpickle, numpy as np, pandas as pd, torch
 from fastcore.all import L
 from torch import nn
@@ -97,6 +97,16 @@ def _refill_array(a, held):
     if a.shape!=held.shape: a.resize(held.shape, refcheck=False)
     if not np.array_equal(a, held): a[...] = held
 
+# %% ../../nbs/090_runtime.values.ipynb #pickler
+def _code_again(code):
+    "How to make `code` again, with the file that it came from"
+    make,args = cloudpickle.Pickler.dispatch_table[CodeType](code)
+    return make, tuple(code.co_filename if isinstance(a, str) and a=='<dynamic-code>' else a for a in args)
+
+class Pickler(cloudpickle.Pickler):
+    "cloudpickle's, whose functions keep the file that they were written in"
+    dispatch_table = ChainMap({CodeType: _code_again}, cloudpickle.Pickler.dispatch_table)
+
 # %% ../../nbs/090_runtime.values.ipynb #digest
 class _Hash:
     "A file that is only hashed"
@@ -105,7 +115,7 @@ class _Hash:
 
 def digest(
     o, # Anything
-    pickler=cloudpickle.Pickler, # Class that pickles it, called with a file
+    pickler=Pickler, # Class that pickles it, called with a file
 ):
     "A hash of all that `o` holds; None if it cannot be pickled"
     f = _Hash()
@@ -114,7 +124,7 @@ def digest(
     return f.hash.digest()
 
 # %% ../../nbs/090_runtime.values.ipynb #refs
-class RefPickler(cloudpickle.Pickler):
+class RefPickler(Pickler):
     "Writes a name for each object that has one"
     def __init__(self,
         file, # Where to write
