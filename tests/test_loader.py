@@ -1,11 +1,12 @@
 "Batches arrive on the device as fastai made them, exact to the last sample, and nothing outlives a fit. Tolerance: 1e-4 relative, 1e-5 absolute, unless said."
-import traceback
-from contextlib import nullcontext
+import sys, traceback
+from contextlib import closing, nullcontext
 import pytest
 from torch.utils.data import DataLoader as TorchDL, IterableDataset
 from fastai.callback.data import PartialDL, WeightedDL
 from fastai.callback.training import ShortEpochCallback
 from fastai_xla.runtime import xla_counts
+from fastai_xla.data.rng import Turns
 from synth import *
 
 def sent(dl, **kwargs): return XLADL(dl, DEVICE, **kwargs)
@@ -323,6 +324,31 @@ def test_an_exception_of_the_dataset_reaches_the_user(num_workers, where):
     tpu.dls = dls_of(vectors(48), vectors(20))
     tpu.fit(1)
     on_device(tpu)
+
+class _CtrlC:
+    "A context in which Ctrl-C comes at the `n`-th line that this thread runs in the class `Turns`, and after it has run it"
+    codes = {f.__code__ for f in (Turns.waiting, Turns._leave)}
+    def __init__(self, n): self.left = n
+    def __enter__(self): sys.settrace(self.trace)
+    def __exit__(self, *args): sys.settrace(None)
+    def trace(self, frame, event, arg):
+        if frame.f_code not in self.codes: return
+        self.left -= event in ('line','return')
+        if not self.left: raise KeyboardInterrupt
+        return self.trace
+
+def test_ctrl_c_while_turns_change():
+    "Wherever it comes, it is what the user sees, and the thread that makes batches ends"
+    n = 0
+    while True:
+        n,dl = n+1,sent(twin(image_dls).train)
+        with nothing_left(),closing(iter(dl)) as it:
+            next(it)
+            try:
+                with _CtrlC(n): dl.sync(int); next(it)
+            except KeyboardInterrupt: continue
+        break
+    assert n>8
 
 @pytest.mark.parametrize('num_workers', [0, 2])
 def test_nothing_outlives_a_loop(num_workers):

@@ -173,7 +173,7 @@ class XLADL(MarkedDL):
     def _take(self, batches, handoff):
         "The next batch that the background thread has made, or None; it may draw while this one waits"
         self.n_real,start = None,time.perf_counter()
-        with handoff.waiting(): got = next(batches, None)
+        got = handoff.waiting(partial(next, batches, None))
         self.waited += time.perf_counter()-start
         if got is None: return
         b,self.n_real,state = got
@@ -185,7 +185,7 @@ class XLADL(MarkedDL):
 
     def sync(self, run=None):
         "Cut the graph and run it on the device, or call `run` for that; meanwhile the background thread may work"
-        with self.handoff.waiting(): return (run or torch_xla.sync)()
+        return self.handoff.waiting(run or torch_xla.sync)
 
     def when_done(self, f):
         "Have `f` called, before what is called already, when an iteration ends, however it ends"

@@ -10,7 +10,7 @@ __all__ = ['rng_lock', 'rng_state', 'set_rng_state', 'seed_all', 'base_seed', 'k
 
 # %% ../../nbs/200_data.rng.ipynb #imports
 import random, threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 import numpy as np, torch
 from ..runtime.args import check_int, wrong_arg
 
@@ -89,26 +89,36 @@ class OwnDraws:
 class Turns:
     "Two threads that take turns: the background thread has its own while the training thread waits"
     def __init__(self):
-        self.ended,self._turn,self._may = False,threading.Lock(),threading.Event()
+        self.ended,self._turn,self._may = False,threading.RLock(),threading.Event()
         self._may.set()
 
     def begin(self):
-        "Training thread: it is its turn until `end`, but while it is `waiting`"
+        "Training thread: it is its turn until `end`, but in `waiting`"
         self._turn.acquire()
 
-    @contextmanager
-    def waiting(self):
-        "Training thread: wait for something; the background thread may have its turn"
-        if self.ended: return (yield)
-        self._turn.release()
-        try: yield
+    def _leave(self):
+        with suppress(RuntimeError): self._turn.release() # Ctrl-C may have come before it was acquired again
+
+    def waiting(self, f):
+        "Training thread: what `f()` returns; meanwhile the background thread may have its turn"
+        if self.ended: return f()
+        self._leave()
+        try: return f()
         finally: self._turn.acquire()
 
     def end(self):
         "Training thread: no further batch is wanted, and no turns"
         self.ended = True
         self._may.set()
-        self._turn.release()
+        self._leave()
+
+    @contextmanager
+    def turn(self):
+        "Background thread: its turn; after an `end` that another thread than the one of `begin` has called, without"
+        while not (mine := self._turn.acquire(timeout=1)) and not self.ended: pass
+        try: yield
+        finally:
+            if mine: self._turn.release()
 
     def may_go_on(self):
         "Background thread: wait for what has to come before the next batch. Is another wanted?"
@@ -130,7 +140,7 @@ class RNGHandoff(Turns):
     def background(self):
         "Background thread: draw for a batch, in its turn and from its own state"
         if self.draws is False: return (yield)
-        with self._turn,_drawing(self): yield
+        with self.turn(),_drawing(self): yield
 
     def made(self):
         "Background thread: a batch is made; returns the random state after it, which is handed over with it"
