@@ -326,7 +326,7 @@ def test_an_exception_of_the_dataset_reaches_the_user(num_workers, where):
     on_device(tpu)
 
 class _CtrlC:
-    "A context in which Ctrl-C comes at the `n`-th line that this thread runs in the class `Turns`, and after it has run it"
+    "A context in which Ctrl-C comes at the `n`-th line that this thread runs in `Turns.waiting`, and as that returns"
     codes = {f.__code__ for f in (Turns.waiting, Turns._leave)}
     def __init__(self, n): self.left = n
     def __enter__(self): sys.settrace(self.trace)

@@ -105,7 +105,7 @@ def _code_again(code):
 
 class Pickler(cloudpickle.Pickler):
     "cloudpickle's, whose functions keep the file that they were written in"
-    dispatch_table = ChainMap({CodeType: _code_again}, cloudpickle.Pickler.dispatch_table)
+    dispatch_table = ChainMap({CodeType: _code_again}, *cloudpickle.Pickler.dispatch_table.maps)
 
 # %% ../../nbs/090_runtime.values.ipynb #digest
 class _Hash:
