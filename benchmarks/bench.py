@@ -8,8 +8,8 @@
     python benchmarks/bench.py --works 'mlp resnet18 vit_tiny' --who 'hand fastai_xla' --tpu v5e-1  # beside what the chip would need
 
 Each contender trains in a process of its own, in turn with the others; a number is the median over the steps of all rounds. Host time
-is the CPU time of the training thread from the end of a step to the end of the next, without that of counting, which another busy process doesn't change as it
-does wall time. All train the same model on the same batches with AdamW on a one-cycle schedule; fastai's and fastai_xla's have a progress
+is the CPU time of the training thread from the end of a step to the end of the next, which another busy process doesn't change as it does wall time. It is
+taken of the steps before the middle of a training, and what XLA does is counted in those after it, as counting takes time and chills the host's caches. All train the same model on the same batches with AdamW on a one-cycle schedule; fastai's and fastai_xla's have a progress
 bar, a recorder and a metric. On 8 virtual cores each replica has an eighth of the batch, and its numbers are those of one core; all of them
 share one interpreter, which on a TPU each has to itself: `replica` is one in a process of its own, whose program has nobody to reduce with.
 The process has one program for all cores when the parameters are sharded. With `--tpu` the TPU's compiler estimates how long a described chip takes for
@@ -20,7 +20,6 @@ import os
 os.environ.setdefault('PJRT_DEVICE', 'CPU')
 os.environ.setdefault('OMP_NUM_THREADS', '1')
 import json, platform, statistics, subprocess, sys, tempfile, time, warnings
-from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -56,18 +55,20 @@ def data(work, n):
     return torch.utils.data.TensorDataset(torch.randn(n*BS, *shape, generator=g), torch.randint(0, 10, (n*BS,), generator=g))
 
 class Ticks:
-    "What has been counted at the end of each step, and what it is when the next begins, as counting takes time too"
-    def __init__(self): self.rows,self.begun = [],[]
+    "When the steps before the middle ended, and what had been counted at the end of those after it: counting takes time, and what it chills the next step warms up"
+    def __init__(self, n): self.middle,self.times,self.rows = (n+WARM)//2,[],{}
     def __call__(self):
         from fastai_xla.runtime.counts import xla_counts # which replaces nothing
-        self.rows.append(xla_counts())
-        self.begun.append(replace(self.rows[-1], wall=time.perf_counter(), host=time.thread_time()))
+        i = len(self.times)
+        if i==WARM or i>=self.middle: self.rows[i] = xla_counts()
+        self.times.append(dict(wall=time.perf_counter(), host=time.thread_time()))
     def result(self, cores=1):
-        "Times of each step after the first, and the means of the counts; of one of `cores` that share a process"
+        "Times of each step before the middle, and the means of the counts after it; of one of `cores` that share a process"
         from fastai_xla.monitor.stats import usual_step
-        steps,first = [b-a for a,b in zip(self.begun, self.rows[1:])],self.rows[WARM]
-        counts = {k: usual_step(steps, WARM)[k]/cores for k in COUNTS}
-        return dict({k: [1e3*getattr(o, k) for o in steps[WARM:]] for k in ('wall','host')}, **counts, first_compiles=first.compiles, first_seconds=first.compile_seconds)
+        first,*rows = self.rows.values()
+        counts = {k: v/cores for k,v in usual_step([b-a for a,b in zip(rows, rows[1:])], 0).items() if k in COUNTS}
+        timed = self.times[WARM+1:self.middle]
+        return dict({k: [1e3*(b[k]-a[k]) for a,b in zip(timed, timed[1:])] for k in ('wall','host')}, **counts, first_compiles=first.compiles, first_seconds=first.compile_seconds)
 
 def one_cycle(opt, n):
     import torch
@@ -163,7 +164,7 @@ def run_sharded(work, n, tick):
 def replica(rank, work, n, cores):
     "One of the replicas of `run_distributed`, which trains what one of 8 would; what the main one counted"
     import fastai_xla.all
-    tick = Ticks()
+    tick = Ticks(n)
     learn = learner(work, n, [ticker(tick)], bs=BS//CORES).to_tpu_distributed()
     learn.fit_one_cycle(1, LR)
     return dict(tick.result(cores), loss=float(learn.recorder.losses[-1]))
@@ -220,7 +221,7 @@ def contend(work, who, n):
     "In a process of its own: train, and print what it cost"
     import torch
     torch.set_num_threads(1)
-    tick = Ticks()
+    tick = Ticks(n)
     res = RUNS[who](work, n, tick)
     if who in STRANGERS and 'fastai_xla.patches' in sys.modules: raise RuntimeError(f'{who} was trained with the patches of fastai_xla in force')
     print('\nRESULT '+json.dumps(res if isinstance(res, dict) else dict(tick.result(), loss=res)), flush=True)
@@ -268,7 +269,7 @@ def main(
     works:str=' '.join(WORKS), # What to train
     who:str=' '.join(CONTENDERS), # Who trains
     rounds:int=2, # How often each trains
-    steps:int=40, # Steps of a training
+    steps:int=60, # Steps of a training, half of them timed and half of them counted
     out:str='bench.json', # File for the numbers
     tpu:str='', # A described chip, such as 'v5e-1', for which steps are compiled too
     child:str='', # Train in this process: work and contender

@@ -44,9 +44,11 @@ from .train.state import *
 from .train.layouts import *
 from .train.tpu_casts import *
 from .train.steppers import *
+from .train.work import *
 from .train.optimizer import *
 from .train.meters import *
 from .train.stand_ins import *
+from .train.loop import *
 from .train.capture import *
 from .train.effects import *
 from .train.parts import *

@@ -118,8 +118,15 @@ def reads_are_own():
 
 # %% ../../nbs/020_runtime.counts.ipynb #ops
 _same_memory = {'xla::alias','xla::alias_copy','xla::detach_copy'}
+_known_ops = 0,()
+
+def _op_names():
+    "The counters of operations: there may be more whenever there are more counters"
+    global _known_ops
+    names = torch_xla._XLAC._xla_counter_names()
+    if len(names)!=_known_ops[0]: _known_ops = len(names),tuple(n for n in names if n.startswith('xla::') and n not in _same_memory)
+    return _known_ops[1]
 
 def n_ops():
     "Number of operations that were asked of the device since this process started, without those that give memory another name"
-    names,value = torch_xla._XLAC._xla_counter_names(),torch_xla._XLAC._xla_counter_value
-    return sum(value(n) for n in names if n.startswith('xla::') and n not in _same_memory)
+    return sum(map(torch_xla._XLAC._xla_counter_value, _op_names()))

@@ -4,9 +4,11 @@ from .state import *
 from .layouts import *
 from .tpu_casts import *
 from .steppers import *
+from .work import *
 from .optimizer import *
 from .meters import *
 from .stand_ins import *
+from .loop import *
 from .capture import *
 from .effects import *
 from .parts import *

@@ -173,6 +173,7 @@ class PendingLoss(torch.Tensor):
     def __array__(self, *args, **kwargs): return self.known.__array__(*args, **kwargs)
     def newest(self):
         "The last smoothed loss that has come home, at no cost; None before the first"
+        if self.meter.history: return self.meter.history[-1]
         return self.meter.metric.value if self.meter.metric.count else None
     def __format__(self, spec): return format(self.known.item(), spec)
     def __repr__(self, **kwargs): return repr(self.known)
@@ -194,8 +195,9 @@ class DeviceSmoothLoss(DeviceMetric):
         super().accumulate(learn)
         self.count += 1
     def arrived(self, loss):
-        self.metric.accumulate(HostBatch(None, loss=loss))
-        self.history.append(self.metric.value)
+        with torch._C.DisableTorchFunctionSubclass(): # fastai's types take most of the time of such small sums
+            self.metric.accumulate(HostBatch(None, loss=loss))
+            self.history.append(self.metric.value.as_subclass(type(loss)))
         if self.watch: self.watch(self.metric)
     @property
     def value(self): return PendingLoss(self, self.count-self.start-1)

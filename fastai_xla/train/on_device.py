@@ -29,6 +29,7 @@ from .tpu_casts import lend_tpu_casts
 from .optimizer import lend_step
 from .meters import device_metric, DeviceMetric, HostQueue, PendingLoss
 from .stand_ins import lend_stand_ins
+from .loop import lend_loop
 from .replay import StepReplay
 
 # %% ../../nbs/470_train.on_device.ipynb #meters
@@ -72,7 +73,7 @@ def bury(
 ):
     "Give the tensors of `learn` that a failed graph has left without a value what they were, or NaN; is one of them NaN? None if there are none"
     for st in [] if learn.opt is None else opt_states(learn.opt):
-        for p in [p for p,s in st.items() if any(on_xla(v) and _is_dead(v) for v in s.values())]: del st[p] # it begins anew
+        for p in [p for p,s in st.items() if any(on_xla(v) and _is_dead(v) for v in s.values())]: st.pop(p).clear() # it begins anew, and nobody keeps what is dead
     ts = list(placed_tensors(learn).values())
     dead,learn.loss_grad = [t for t in ts if _is_dead(t)],None
     for t in [t for t in ts if t.is_leaf and t.grad is not None and _is_dead(t.grad)]: t.grad = None
@@ -207,7 +208,7 @@ class OnDevice(DevicePhases):
     def _lend(self):
         "What the Learner's parts do on a device"
         self.loans.give_back()
-        lend_stand_ins(self.learn, self.loans)
+        for f in (lend_stand_ins, lend_loop): f(self.learn, self.loans)
         if self.opt is not None: lend_step(self.opt, self.loans)
         for f in (lend_text, lend_timm, lend_weight_norms): f(self.model, self.loans)
         if program_kind()=='TPU' and not xr.is_spmd(): lend_tpu_forms(self.loans); lend_tpu_casts(self.loans) # the partitioner splits torch_xla's

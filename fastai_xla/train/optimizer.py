@@ -9,52 +9,16 @@ __all__ = ['sent_numbers', 'count_step', 'lend_step', 'make_state_ahead']
 
 # %% ../../nbs/410_train.optimizer.ipynb #imports
 from functools import partial
-from numbers import Real
+from itertools import chain
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 import fastai.optimizer as fo, torch
 from fastai.optimizer import Lookahead, Optimizer, OptimWrapper
-from torch import nn
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from ..runtime.device import program_kind, xr
 from ..runtime.transfer import on_xla, send
 from ..patches.grads import fill_grad
-from .steppers import ParamSpec, mask_of, step_formula, step_program, step_row, stepper_of, torch_rmsprop, torch_rmsprop_mom
-
-# %% ../../nbs/410_train.optimizer.ipynb #known
-class _Todo(NamedTuple):
-    "A parameter in a step"
-    p:nn.Parameter
-    state:dict # In fastai's names
-    group:int # Number of its group
-
-class _Work(NamedTuple):
-    "What a step has to do"
-    steppers:tuple # fastai's functions, each with its arguments
-    hypers:list # Of each group
-    todo:list # A `_Todo` for each parameter
-
-def _of_fastai(opt):
-    "What a step of a fastai optimizer has to do, None if it has a stepper that is not known"
-    steppers = tuple(map(stepper_of, opt.cbs))
-    if not steppers or None in steppers: return None
-    return _Work(steppers, opt.hypers, [_Todo(p, opt.state[p], i) for i,pl in enumerate(opt.param_lists) for p in pl])
-
-_tensors = 'grad_avg','sqr_avg'
-_owned = {*_tensors,'step','do_wd','local_lr','dampening','clip','p'}
-
-def _plain(h): return not (_owned & h.keys()) and all(isinstance(v, Real) for v in h.values())
-
-def _usual(o, device):
-    p,g,st = o.p,o.p.grad,o.state
-    if not p.device==device==g.device or type(g) is not torch.Tensor or g.shape!=p.shape: return False
-    return p.dtype.is_floating_point and isinstance(st.get('step', 0), int) and all(st[k].device==device for k in _tensors if k in st)
-
-def _fits(work):
-    "Are the parameters and hyper-parameters of `work` such that its formulas hold?"
-    ps = [o.p for o in work.todo]
-    if not ps or not on_xla(ps[0]) or len({id(p) for p in ps})<len(ps): return False
-    return all(map(_plain, work.hypers)) and all(_usual(o, ps[0].device) for o in work.todo)
+from .steppers import ParamSpec, mask_of, step_formula, step_program, step_row
+from .work import StepWork, formulas_hold, give_torch_state, state_names, work_of
 
 # %% ../../nbs/410_train.optimizer.ipynb #numbers
 def _rows(work, lag=0):
@@ -100,7 +64,7 @@ def _new_state(opt, work):
     for (o,k),t in zip(left, _zeros([o.p.grad for o,_ in left])): o.state[k] = t
 
 # %% ../../nbs/410_train.optimizer.ipynb #step
-def _inputs(o): return {'p': o.p, 'g': o.p.grad, **{k: o.state[k] for k in _tensors if o.state.get(k) is not None}}
+def _inputs(o): return {'p': o.p, 'g': o.p.grad, **{k: o.state[k] for k in state_names if o.state.get(k) is not None}}
 
 def _spec_of(tensors, row, state, hyper):
     dtypes = tuple(t.dtype for t in tensors.values())
@@ -112,7 +76,19 @@ def _write(o, k, t, mask):
         old = o.p if k=='p' else o.p.grad if k=='g' else o.state[k]
         old.copy_(t if mask is None else torch.where(mask.ok, t, old))
 
-_made = WeakKeyDictionary() # of each optimizer: the parameters of its last step, their rows, and the type of its numbers
+class _Made(NamedTuple):
+    "The last step of an optimizer"
+    ids:set # Of its parameters
+    rows:list # Which numbers each of them had
+    dtype:torch.dtype # Of the numbers
+    work:StepWork|None # Of one of fastai's
+    parts:tuple|None # See `_parts`
+
+_made = WeakKeyDictionary() # of each optimizer
+
+def _parts(opt):
+    "Of what `work_of` makes the work of one of fastai's optimizers"
+    return id(opt.hypers),id(opt.state),*map(id, chain(opt.cbs, opt.state.values(), *opt.param_lists))
 
 def _count(work, idxs, rows):
     if (fo.step_stat,) in work.steppers:
@@ -133,84 +109,35 @@ def _apply(opt, work, unwritten=()):
         for k,t in new.items():
             if k not in unwritten: _write(o, k, t, mask)
     _count(work, idxs, rows)
-    if mask is None: _made[opt] = {id(o.p) for o in work.todo},idxs,dtype
+    if mask is None: _made[opt] = _Made({id(o.p) for o in work.todo}, idxs, dtype, *((None,None) if isinstance(opt, OptimWrapper) else (work,_parts(opt))))
 
 def _step_fastai(opt, stock, closure=None):
     "What a fastai optimizer does on a device"
-    work = _of_fastai(opt)
+    work = work_of(opt)
     if work: work = work._replace(todo=[o for o in work.todo if fill_grad(o.p).grad is not None])
-    if work and closure is None and _fits(work): return _apply(opt, work)
+    if work and closure is None and formulas_hold(work): return _apply(opt, work)
     _ahead.pop(opt, None)
     _made.pop(opt, None)
     return stock(closure)
 
-# %% ../../nbs/410_train.optimizer.ipynb #torch-steppers
-def _sgd_group(pg):
-    steppers = ((fo.average_grad,),(fo.momentum_step,)) if pg['momentum'] else ((fo.sgd_step,),)
-    return ((fo.l2_reg,), *steppers),dict(mom=pg['momentum'])
-
-def _rmsprop_group(pg):
-    steppers = (fo.l2_reg,),(fo.average_sqr_grad,),(fo.step_stat,),(torch_rmsprop_mom if pg['momentum'] else torch_rmsprop,)
-    return steppers,dict(sqr_mom=pg['alpha'], mom=pg['momentum'], eps=pg['eps'])
-
-_adam_steppers = (fo.average_grad, ('dampening',True)),(fo.average_sqr_grad,),(fo.step_stat,),(fo.adam_step,)
-
-def _adam_group(pg, decoupled=False):
-    decay = fo.weight_decay if decoupled or pg.get('decoupled_weight_decay') else fo.l2_reg
-    return ((decay,), *_adam_steppers),dict(mom=pg['betas'][0], sqr_mom=pg['betas'][1], eps=pg['eps'])
-
 # %% ../../nbs/410_train.optimizer.ipynb #torch
-class _Kind(NamedTuple):
-    "A class of torch's optimizers"
-    group:object # Makes steppers and hyper-parameters of a parameter group
-    names:dict # torch's names of the state, by fastai's
-
-_adam_names = dict(step='step', grad_avg='exp_avg', sqr_avg='exp_avg_sq')
-_kinds = {torch.optim.SGD: _Kind(_sgd_group, dict(grad_avg='momentum_buffer')),
-    torch.optim.RMSprop: _Kind(_rmsprop_group, dict(step='step', sqr_avg='square_avg', grad_avg='momentum_buffer')),
-    torch.optim.Adam: _Kind(_adam_group, _adam_names),
-    torch.optim.AdamW: _Kind(partial(_adam_group, decoupled=True), _adam_names)}
-_unusual = 'amsgrad maximize capturable differentiable fused centered nesterov dampening'.split()
-
-def _is_usual(opt):
-    "Does torch's `opt` do no more than its formulas say?"
-    hooks = [*opt._optimizer_step_pre_hooks, *opt._optimizer_step_post_hooks, *_global_optimizer_pre_hooks, *_global_optimizer_post_hooks]
-    if type(opt) not in _kinds or hooks or 'step' in vars(opt): return False
-    return not any(pg.get(k) for pg in opt.param_groups for k in _unusual)
-
-def _from_torch(st, names):
-    "torch's state of a parameter in fastai's names"
-    res = {k: st[n] for k,n in names.items() if st.get(n) is not None}
-    return dict(res, step=int(res['step'])) if 'step' in res and res['step'].device.type=='cpu' else res
-
-def _of_torch(opt):
-    "What a step of torch's `opt` has to do, None if it is not known or not on a device"
-    if not _is_usual(opt) or not any(on_xla(p) for pg in opt.param_groups for p in pg['params']): return None
-    kind = _kinds[type(opt)]
-    steppers,hypers = zip(*map(kind.group, opt.param_groups))
-    if len(set(steppers))>1: return None
-    hypers = [dict(h, lr=pg['lr'], wd=pg['weight_decay']) for h,pg in zip(hypers, opt.param_groups)]
-    todo = [_Todo(p, _from_torch(opt.state.get(p, {}), kind.names), i) for i,pg in enumerate(opt.param_groups) for p in pg['params']]
-    return _Work(steppers[0], hypers, todo)
-
 def _step_torch(wrapper, stock, closure=None):
     "What an `OptimWrapper` does on a device"
-    opt,work = wrapper.opt,_of_torch(wrapper.opt)
+    opt,work = wrapper.opt,work_of(wrapper)
     if work: work = work._replace(todo=[o for o in work.todo if o.p.grad is not None])
-    if not work or closure is not None or not _fits(work):
+    if not work or closure is not None or not formulas_hold(work):
         _ahead.pop(wrapper, None)
         _made.pop(wrapper, None)
         return opt.step(closure)
     _apply(wrapper, work, unwritten=('g',))
-    _to_torch(opt, work)
-
-def _to_torch(opt, work):
-    for o in work.todo:
-        for k,n in _kinds[type(opt)].names.items():
-            if k in o.state: opt.state[o.p][n] = torch.tensor(float(o.state[k])) if k=='step' else o.state[k]
+    give_torch_state(opt, work)
 
 # %% ../../nbs/410_train.optimizer.ipynb #again
-def _work_of(opt): return _of_torch(opt.opt) if isinstance(opt, OptimWrapper) else _of_fastai(opt)
+def _work_again(opt, made):
+    "What a step like the one that was `made` has to do, None if it is none"
+    if made.parts and made.parts==_parts(opt): return made.work
+    work = work_of(opt)
+    return work and work._replace(todo=[o for o in work.todo if id(o.p) in made.ids])
 
 def sent_numbers(
     opt, # An optimizer of fastai, or `OptimWrapper`
@@ -222,14 +149,13 @@ def count_step(
     opt, # An optimizer of fastai, or `OptimWrapper`
 ):
     "The host's part of one more step like the last: it is counted, and its numbers are sent and returned; None if it would be another"
-    if opt not in _made or not (work := _work_of(opt)): return
-    ids,idxs,dtype = _made[opt]
-    work = work._replace(todo=[o for o in work.todo if id(o.p) in ids])
+    made = _made.get(opt)
+    if not made or not (work := _work_again(opt, made)): return
     now,rows = _rows(work)
-    if now!=idxs: return
-    numbers = _send_numbers(opt, rows, dtype, work.todo[0].p.device)
-    _count(work, idxs, rows)
-    if isinstance(opt, OptimWrapper): _to_torch(opt.opt, work)
+    if now!=made.rows: return
+    numbers = _send_numbers(opt, rows, made.dtype, work.todo[0].p.device)
+    _count(work, now, rows)
+    if isinstance(opt, OptimWrapper): give_torch_state(opt.opt, work)
     return numbers
 
 # %% ../../nbs/410_train.optimizer.ipynb #lend
@@ -249,7 +175,7 @@ def make_state_ahead(
 ):
     "Send and return what is to become state at the first step of `opt`: XLA compiles again for tensors that are younger than the loss"
     if isinstance(opt, Lookahead): return make_state_ahead(opt.opt)
-    work = _work_of(opt)
+    work = work_of(opt)
     if not work or xr.is_spmd(): return []
     new = _lacking(work._replace(todo=[o for o in work.todo if o.p.requires_grad and on_xla(o.p)]))
     _ahead[opt] = {(id(o.p),k): t for (o,k),t in zip(new, _zeros([o.p.detach() for o,_ in new]))}

@@ -124,7 +124,7 @@ def _show_loss(cb, stock):
     if not isinstance(loss, PendingLoss): return stock()
     cb.pbar.update(cb.iter+1)
     known = loss.newest()
-    if known is not None: cb.pbar.comment = f'{known.item():.4f}'
+    if known is not None and known is not getattr(cb.pbar, 'shown', None): cb.pbar.shown,cb.pbar.comment = known,f'{known.item():.4f}'
 
 @stand_in(ProgressCallback, 'after_batch')
 def _show_newest(cb, stock):

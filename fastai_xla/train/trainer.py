@@ -113,8 +113,9 @@ class TPUTrainer(BatchEnds):
 
     def before_batch(self):
         super().before_batch()
-        if not self.at_home and self.dl.n_real is not None and mixes_samples(self.model): self.learn.xb,self.learn.yb = self.dl.trim((self.xb, self.yb))
-        if self.check: self.check.listen([self.xb, self.yb], self.dl.changed, self.dl.placement.tfms)
+        learn = self.learn
+        if not self.at_home and learn.dl.n_real is not None and mixes_samples(learn.model): learn.xb,learn.yb = learn.dl.trim((learn.xb, learn.yb))
+        if self.check: self.check.listen([learn.xb, learn.yb], learn.dl.changed, learn.dl.placement.tfms)
 
     def after_loss(self):
         if self.check: self.check.learn()
