@@ -113,9 +113,9 @@ def arranged_update(
     inputs:list, # For each of its arguments, which of `tensors` it takes
     tensors:list, # Placeholders
     names:list, # Of each tensor its kind, such as 'p' or 'g', and the number of its parameter
-    pin:bool=False, # Have gradients of three dims and more `in_tpu_layout`?
+    pin:bool=False, # Have gradients of three dims and more, and columns, `in_tpu_layout`?
 ):
     "`computation` with its arguments such that each result is written where the tensor was that it changes, and its `inputs`"
     order = sorted(range(len(inputs)), key=lambda i: (_kinds.index(names[inputs[i]][0]), -names[inputs[i]][1]))
-    pinned = [i for i,j in enumerate(inputs) if pin and names[j][0]=='g' and tensors[j].ndim>2]
+    pinned = [i for i,j in enumerate(inputs) if pin and names[j][0]=='g' and (tensors[j].ndim>2 or tensors[j].ndim==2 and 1 in tensors[j].shape)]
     return arranged(computation, [tensors[i] for i in inputs], order, pinned), [inputs[i] for i in order]
