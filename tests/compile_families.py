@@ -47,7 +47,8 @@ def wide_vit(opt_func=OPTS['AdamW'], depth=4):
 @seeded
 def small_images():
     "Kernels that are larger than the images, and one of 1x1"
-    return Learner(image_dls(8), nn.Sequential(ConvLayer(3, 128, stride=4), ConvLayer(128, 128), ConvLayer(128, 256, ks=1), nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(256, 4)))
+    body = nn.Sequential(ConvLayer(3, 128, stride=4), ConvLayer(128, 128), ConvLayer(128, 256, ks=1), ConvLayer(256, 128, stride=2), ConvLayer(128, 128))
+    return Learner(image_dls(8), nn.Sequential(body, nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(128, 4)))
 
 @seeded
 def collab_long():
