@@ -34,13 +34,13 @@ def tpu_layout(
     return [*first, *(d for d in dims if d not in first)]
 
 # %% ../../nbs/395_train.layouts.ipynb #rows
-_most = 1<<17 # Numbers of a weight that is taken in rows
+_most = 1<<17 # Numbers of a kernel that is taken in rows
 
 def in_rows(
     t, # Of an update of elements
 ):
-    "`t` with 128 numbers a row, and what gives such a tensor the shape of `t`; None if a row of `t` in its `tpu_layout` is no tile, or `t` is large"
-    if t.ndim<3 or t.dtype is not torch.float32 or t.numel()>_most: return
+    "`t` with 128 numbers a row, and what gives such a tensor the shape of `t`; None if `t` is no small 1x1 kernel whose rows are tiles in its `tpu_layout`"
+    if t.shape[2:]!=(1,1) or t.dtype is not torch.float32 or t.numel()>_most: return
     dims = tpu_layout(t.shape, t.dtype)
     if t.shape[dims[0]]%128 or t.shape[dims[1]]>1: return
     dims = dims[::-1]
