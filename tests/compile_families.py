@@ -45,6 +45,18 @@ def wide_vit(opt_func=OPTS['AdamW'], depth=4):
         embed_dim=128, depth=depth, num_heads=4)
 
 @seeded
+def small_images():
+    "Kernels that are larger than the images, and one of 1x1"
+    body = nn.Sequential(ConvLayer(3, 128, stride=4), ConvLayer(128, 128), ConvLayer(128, 256, ks=1), ConvLayer(256, 128, stride=2), ConvLayer(128, 128))
+    return Learner(image_dls(8), nn.Sequential(body, nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(128, 4)))
+
+@seeded
+def collab_long():
+    "Tables that are longer than a tile"
+    ds = [(torch.randint(0, 2000, (2,)), torch.tensor(float(i%5))) for i in range(32)]
+    return Learner(DataLoaders(TfmdDL(ds, bs=16), TfmdDL(ds, bs=16)), EmbeddingDotBias(8, 2000, 2000, (0,5.5)), loss_func=MSELossFlat())
+
+@seeded
 def gan():
     "A generator and a critic"
     def net(n_in, n_out): return nn.Sequential(nn.Linear(n_in, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, n_out))
@@ -68,6 +80,6 @@ FAMILIES = dict(
     vit_scan_fsdp8=(wide_vit, 'v5e-8', 'sharded', dict(fsdp=8, scan=True)), vit_2x4=(wide_vit, 'v5e-8', 'sharded', dict(replica=2, fsdp=4, grad_ckpt=True)),
     vit_mark_step=(shallow_vit, 'v5e-4', 'sharded', dict(fsdp=4, mark_step=True)), cut=(cut, 'v5e-1', None, {}),
     text=(classifier, 'v5e-1', None, {}), language_model=(language_model, 'v5e-1', None, {}), unet=(unet, 'v5e-1', None, {}), unet_bf16=(unet_bf16, 'v5e-1', None, {}),
-    convnext=(convnext, 'v5e-1', None, {}), tabular_v4=(tabular, 'v4-8', None, {}),
-    collab_dot=(collab_dot, 'v5e-1', None, {}), collab_nn=(collab_nn, 'v5e-1', None, {}), gan=(gan, 'v5e-1', None, {}))
+    convnext=(convnext, 'v5e-1', None, {}), small_images=(small_images, 'v5e-1', None, {}), tabular_v4=(tabular, 'v4-8', None, {}),
+    collab_dot=(collab_dot, 'v5e-1', None, {}), collab_long=(collab_long, 'v5e-1', None, {}), collab_nn=(collab_nn, 'v5e-1', None, {}), gan=(gan, 'v5e-1', None, {}))
 "Of each family: a Learner, the slice, the form, and options"

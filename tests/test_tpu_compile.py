@@ -122,6 +122,10 @@ def test_families(name, no_process_left):
     if name=='convnext':
         assert train.memory.temp<38e6, train # 41 MB if a linear layer kept the GELU that it takes
         assert train.memory.out<15e6, train # 19 MB if scopes of modules kept a part of the graph
+    if name=='small_images':
+        assert not [o for o in train.works if 'reverse' in o.kind and ',3,3]' in o.shape], train # of the kernels
+        assert any(o.shape.startswith('(f32[256,128],') for o in train.works) and not any('128,1,1],f32' in o.shape for o in train.works) # an update in rows
+    if name=='collab_long': assert not any(o.shape.startswith('(f32[2000],') for o in train.works), train # two if gradients of columns were not pinned
     if name=='vit_v6e': assert n_copies<30 and not train.share('reduce-window'), train # 49, and windows in torch_xla's layer norms
     if 'collab' in name: assert train.n_wide<4, train # 6 and 8 if a look-up and its gradient made numbers of rows of their own
     if 'bf16' in name: assert not any('float32' in o for o in r.found['train'])

@@ -72,12 +72,46 @@ def _linear(F_, stock, input, weight, bias=None):
         with cast(): return stock(F.gelu(x, approximate=approximate), weight, bias)
     return _LinearOfGelu.apply(layer, x, weight, bias).as_subclass(type(input))
 
+# %% ../../nbs/325_models.tpu_forms.ipynb #conv
+def _around(n, k, stride, padding):
+    "Zeros before and after a kernel of `k` that is the image of `n` numbers; fewer than none where it meets no number"
+    last = (n+2*padding-k)//stride
+    return stride*last-padding,n+padding-k
+
+class _OfSmallImages(torch.autograd.Function):
+    "A convolution that takes its kernels for images, and its images for kernels"
+    @staticmethod
+    def forward(ctx, conv, x, weight, stride, padding):
+        ctx.save_for_backward(x, weight)
+        ctx.how = stride,padding
+        (top,bottom),(left,right) = map(_around, x.shape[2:], weight.shape[2:], stride, padding)
+        return conv(F.pad(weight, (left,right,top,bottom)), x, stride=stride).flip(-2, -1).transpose(0, 1)
+    @staticmethod
+    def backward(ctx, g):
+        needed = *ctx.needs_input_grad[1:3],False
+        return None,*torch.ops.aten.convolution_backward(g, *ctx.saved_tensors, None, *ctx.how, [1,1], False, [0,0], 1, needed)[:2],None,None
+
+def _pair(o): return (o,o) if isinstance(o, int) else tuple(o)
+
+def _are_small(x, weight, padding, dilation, groups):
+    "Would XLA turn the kernels around?"
+    if x.ndim!=4 or groups!=1 or isinstance(padding, str) or _pair(dilation)!=(1,1): return False
+    (h,w),(kh,kw),(a,b) = x.shape[2:],weight.shape[2:],_pair(padding)
+    return h*w<kh*kw and h+2*a>=kh and w+2*b>=kw
+
+def _conv2d(F_, stock, input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
+    if not on_xla(input) or not _are_small(input, weight, padding, dilation, groups): return stock(input, weight, bias, stride, padding, dilation, groups)
+    if torch.is_autocast_enabled('xla'): input,weight = [t.to(torch.get_autocast_dtype('xla')) for t in (input,weight)]
+    y = _OfSmallImages.apply(stock, input, weight, _pair(stride), _pair(padding)).as_subclass(type(input))
+    return y if bias is None else y+bias.to(y.dtype)[:,None,None]
+
 # %% ../../nbs/325_models.tpu_forms.ipynb #lend
 def lend_tpu_forms(
     loans, # `Loans`, which give torch its own back
 ):
-    "Lend torch a `layer_norm`, an `embedding`, a `linear` and a `scaled_dot_product_attention` of which a TPU's compiler makes less than of torch_xla's"
+    "Lend torch the functions of this notebook, of which a TPU's compiler makes less than of torch_xla's"
     lend_builtin(loans, torch, 'layer_norm', _layer_norm)
     lend_builtin(loans, torch, 'embedding', _embedding)
     lend_builtin(loans, F, 'scaled_dot_product_attention', _attention)
     lend_builtin(loans, F, 'linear', _linear)
+    lend_builtin(loans, F, 'conv2d', _conv2d)

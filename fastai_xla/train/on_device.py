@@ -30,6 +30,7 @@ from .optimizer import lend_step
 from .meters import device_metric, DeviceMetric, HostQueue, PendingLoss
 from .stand_ins import lend_stand_ins
 from .loop import lend_loop
+from .capture import xla_tensors
 from .replay import StepReplay
 
 # %% ../../nbs/470_train.on_device.ipynb #meters
@@ -73,8 +74,7 @@ def bury(
 ):
     "Give the tensors of `learn` that a failed graph has left without a value what they were, or NaN; is one of them NaN? None if there are none"
     for st in [] if learn.opt is None else opt_states(learn.opt):
-        for p in [p for p,s in st.items() if any(on_xla(v) and _is_dead(v) for v in s.values())]:
-            st.pop(p).clear() # it begins anew, and nobody keeps what is dead
+        for p in [p for p,s in st.items() if any(map(_is_dead, xla_tensors(s)))]: st.pop(p).clear() # it begins anew, and nobody keeps the dead
     ts = list(placed_tensors(learn).values())
     dead,learn.loss_grad = [t for t in ts if _is_dead(t)],None
     for t in [t for t in ts if t.is_leaf and t.grad is not None and _is_dead(t.grad)]: t.grad = None

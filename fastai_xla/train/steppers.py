@@ -18,7 +18,7 @@ import fastai.optimizer as fo, torch
 from fastai.optimizer import debias
 from ..runtime.device import torch_xla
 from ..patches.ops import widen
-from .layouts import arranged_update
+from .layouts import arranged_update, update_in_rows
 
 # %% ../../nbs/400_train.steppers.ipynb #steppers
 _formulas,_unwrap = {},lru_cache(inspect.unwrap)
@@ -211,7 +211,7 @@ def step_program(
     n_rows:int, # Rows, which are sent one after the other as one tensor
     dtype, # Of that tensor
     specs:tuple, # A `ParamSpec` for each parameter
-    pin:bool|None=None, # For a TPU: True pins gradients of convolutions' weights to the layout of the weights, False only orders arguments
+    pin:bool|None=None, # For a TPU: True gives convolutions' weights and their gradients one layout, False only orders arguments
 ):
     "The update of all parameters: called with the rows and each parameter's tensors it returns what is new, by name"
     import torch_xla.core.xla_builder as xb
@@ -219,7 +219,10 @@ def step_program(
     scalars = numbers.unbind()
     rows = [SimpleNamespace(**dict(zip(names, scalars[i*n:(i+1)*n]))) for i in range(n_rows)]
     tensors = [[xb.create_placeholder_tensor(o.shape, t) for t in o.dtypes] for o in specs]
-    new = [_update(steppers, o, rows[o.row], ts) for o,ts in zip(specs, tensors)]
+    def changed(o, ts):
+        update = partial(_update, steppers, o, rows[o.row])
+        return update_in_rows(update, ts, o.names) if pin else update(ts)
+    new = [*map(changed, specs, tensors)]
     named,flat = [(k,i) for i,o in enumerate(specs) for k in o.names],[t for ts in tensors for t in ts]
     hlo,inputs = _lower([t for d in new for t in d.values()], [numbers, *flat])
     computation = xb.computation_from_module_proto('fastai_step', hlo)
