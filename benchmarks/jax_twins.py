@@ -19,6 +19,7 @@ class WorkOf(NamedTuple):
 
 works = {f'{m}{"" if px==64 else f"_{px}"}{"_aug" if a else ""}_{"bf16" if b else "f32"}': WorkOf(m, b, a, px)
     for m,a,px in (('resnet18',False,64), ('resnet18',True,64), ('vit',False,64), ('resnet18',False,128), ('resnet18',True,128)) for b in (False,True)}
+works |= dict(resnet18_128_bs64_f32=WorkOf('resnet18', size=128, bs=64))
 works |= {f'{m}_{px}_bf16': WorkOf(m, True, False, px, bs) for m,px,bs in (('resnet50',224,64), ('vit_base',224,64), ('convnext',224,64), ('unet',128,8))}
 works |= dict(awd_lstm_f32=WorkOf('awd_lstm', size=72, bs=32), tabular_f32=WorkOf('tabular', size=8, bs=1024), collab_f32=WorkOf('collab', size=2, bs=1024),
     resnet18_replicas_f32=WorkOf('resnet18', chips='v5e-8', form='distributed'), vit_fsdp8_f32=WorkOf('vit', bs=64, chips='v5e-8', form='sharded'))

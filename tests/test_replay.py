@@ -1,5 +1,5 @@
 "Steps that are run again equal steps that are traced, to the last bit; those that are not the same each time are traced, are right, and say why."
-import os, random, re, signal, tempfile
+import os, random, re, signal, sys, tempfile
 from itertools import count, cycle
 from copy import deepcopy
 from queue import SimpleQueue
@@ -56,6 +56,32 @@ def torch_opt(f, **kw): return partial(OptimWrapper, opt=partial(f, **kw))
 def test_runs_again(kwargs):
     learn = both(lambda: learner(**kwargs))
     eq((learn.replay.n_replayed, learn.replay.n_traced, learn.replay.why), (17,3,None))
+
+class Calls(Callback):
+    "Counts the Python functions that are called from the end of a step to the end of the next"
+    order,run_valid,replayable = 2000,False,True
+    def before_fit(self): self.n,self.steps = 0,[]
+    def count(self, frame, event, arg): self.n += event=='call'
+    def after_batch(self):
+        sys.setprofile(None)
+        self.steps.append(self.n)
+        self.n = 0
+        if len(self.steps)<40: sys.setprofile(self.count)
+
+def calls_of_a_step(cbs=()):
+    "Of a step that is run again, the median"
+    calls = Calls()
+    learn = learner(n=320, cbs=[calls, *cbs]).to_tpu(fetch_every=1e9)
+    with learn.no_bar(),learn.no_logging(): learn.fit_one_cycle(1, 1e-2)
+    assert learn.replay.n_replayed>30 and len(calls.steps)==40
+    return sorted(calls.steps[10:35])[12]
+
+def test_python_of_a_step(monkeypatch):
+    "The host calls so many functions for a step that is run again, fewer than with fastai's own loop"
+    n = calls_of_a_step()
+    monkeypatch.setattr('fastai_xla.train.on_device.lend_loop', lambda learn, loans: None)
+    own_loop = calls_of_a_step()
+    assert n<=600 and own_loop>n+100, (n, own_loop)
 
 def test_a_step_costs_one_execution():
     "No compilation, no read, one program, and the state in the memory that it had"
@@ -272,6 +298,20 @@ def test_checked_again(monkeypatch):
     eq((learn.replay.n_replayed, learn.replay.n_traced, len(looks)), (32,8,4)) # 2 traced, then 5 and 1 in turn
 
 late,kept = SimpleQueue(),SimpleQueue()
+def test_tta():
+    "Each of its passes is a loop of its own, whose batches are run again"
+    got = []
+    for replay in (False, True):
+        set_seed(3)
+        learn = Learner(image_dls(12, 36, tfms=[Flip(), Brightness()]), cnn(), loss_func=CrossEntropyLossFlat(), metrics=accuracy).to_tpu(replay=replay)
+        with learn.no_bar(),learn.no_logging():
+            learn.fit(1)
+            was = learn.replay.valid.n_replayed
+            set_seed(5)
+            got.append(learn.tta(n=3))
+        eq(learn.replay.valid.n_replayed-was>=12, replay)
+    same(*got)
+
 class KeepsLate(nn.Module):
     "Keeps what it computes in all steps but the first two, where nothing tells that"
     def __init__(self): super().__init__(); self.layer = nn.Linear(8, 3)
@@ -496,13 +536,14 @@ def test_a_callback_that_promises_may_freeze():
 
 # ---- around it
 
-def test_ctrl_c_in_a_step():
+@pytest.mark.parametrize('cbs', [(), GradientAccumulation(24)], ids=['step', 'micro_batch'])
+def test_ctrl_c_in_a_step(cbs):
     "The state, whose memory a running step takes, is whole afterwards"
     class Interrupt(Callback):
         replayable = True
         def after_batch(self):
-            if self.training and self.train_iter==6: signal.setitimer(signal.ITIMER_REAL, 1e-4)
-    learn = learner(n=800, cbs=Interrupt()).to_tpu()
+            if self.training and self.train_iter==20: signal.setitimer(signal.ITIMER_REAL, 1e-4)
+    learn = learner(n=800, cbs=[Interrupt(), *L(cbs)]).to_tpu()
     old = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
         with learn.no_bar(),learn.no_logging(),pytest.raises(KeyboardInterrupt): learn.fit(1, 1e-2)
@@ -560,6 +601,27 @@ for a,b in zip(*res): assert a==b, f'{a} != {b}'
 assert any('devices=' in o for o in res[1][5])
 """, CPU_NUM_DEVICES='2')
     eq([int(o) for o in out.split()], [0,0,25,26])
+
+def test_sharded_accumulation():
+    "Micro-batches of one program over two cores, bit for bit the same"
+    out = run_ok("""
+from fastai.vision.all import *
+from fastai_xla.all import *
+res = []
+for replay in (False, True):
+    set_seed(3)
+    x = torch.randn(160, 8, generator=torch.Generator().manual_seed(0))
+    dls = DataLoaders(*[DataLoader(list(zip(x, x[:,:3].argmax(1))), bs=10, num_workers=0) for _ in range(2)])
+    model = nn.Sequential(nn.Linear(8, 256), nn.ReLU(), nn.Dropout(.3), nn.Linear(256, 3))
+    learn = Learner(dls, model, loss_func=CrossEntropyLossFlat(), cbs=GradientAccumulation(20)).to_tpu_sharded(fsdp=2, replay=replay)
+    with learn.no_bar(),learn.no_logging(): learn.fit_one_cycle(2, 1e-2)
+    print(learn.replay.n_replayed)
+    learn.detach_tpu_sharded()
+    res.append(([float(o) for o in learn.recorder.losses], [p.tolist() for p in learn.model.parameters()]))
+assert res[0]==res[1]
+""", CPU_NUM_DEVICES='2')
+    none,again = [int(o) for o in out.split()]
+    assert none==0 and again>=20, out
 
 def test_what_torch_frees_meanwhile(monkeypatch):
     "A thread of torch's may free a graph, and with it tensors that Python has no name for, while they are looked at"
