@@ -20,7 +20,7 @@ from ..runtime.device import program_kind
 from ..runtime.transfer import on_xla, send
 from .registry import Loans, replaces
 from .ops import grid_sample_xla, pixel_line, raw, source_pixel, split_matmul
-from .tiles import sampled_by_tiles, suits_tiles, tile_grid
+from .tiles import affine_by_tiles
 
 # %% ../../nbs/150_patches.augment.ipynb #drawn-for
 _n_drawn = ContextVar('n_drawn', default=None)
@@ -82,17 +82,9 @@ def _draw_lighting(t, stock, b, split_idx):
 # %% ../../nbs/150_patches.augment.ipynb #affine
 def _only_flips(t): return not t.coord_fs and all(getattr(f, 'func', None) is faug.flip_mat for f in t.aff_fs)
 
-def _by_tiles(t, x, mode, reverse):
-    "What `t` makes of the images `x` by tiles; None where it does not suit them"
-    h,w = x.shape[-2:] if t.size is None else (t.size,t.size) if isinstance(t.size, int) else t.size
-    stock = isinstance(x, TensorImage) and type(x).affine_coord is TensorImage.affine_coord and all(type(f) is faug._WarpCoord for f in t.coord_fs)
-    if not stock or mode!='bilinear' or min(x.shape[-2]/w, x.shape[-1]/2)>2 or not suits_tiles(x, h, w, div_of(x)): return
-    grid = faug.compose_tfms(tile_grid(t.mat, h, w, t.align_corners), tfms=t.coord_fs, reverse=reverse)
-    return TensorImage(sampled_by_tiles(x, grid, h, w, t.pad_mode, t.align_corners, div_of(x)))
-
 def _encode_affine(t, stock, x, mode, reverse=False):
     if not t.split_idx and not _only_flips(t):
-        res = _by_tiles(t, x, mode, reverse)
+        res = affine_by_tiles(t, x, mode, div_of(x), reverse)
         if res is not None: return res
     if isinstance(x, TensorPoint) or t.size is not None or not (t.split_idx or _only_flips(t)): return stock(x, mode, reverse)
     if isinstance(x, TensorMask): x = x.long()
