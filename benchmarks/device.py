@@ -137,14 +137,15 @@ def counts(names, python):
 # ---- sampling alone
 
 def sampled(size, kind, cache, bs=16):
-    "What the compiler says of the bilinear sampling of a batch, by 'look-ups', or by products of 'numbers' or of 'bytes'"
+    "What the compiler says of the bilinear sampling of a batch, by 'look-ups', or of 'numbers' or 'bytes' by products, over whole images or by 'tiles of' them"
     import torch
     from fastai_xla.monitor import CompiledPrograms, hlo_message, ProgramReport, tpu_slice
-    from fastai_xla.patches import grid_sample_xla
+    from fastai_xla.patches import grid_sample_xla, sampled_by_tiles, tile_grid
     from fastai_xla.runtime.device import make_programs_for, torch_xla, xla_device
-    x,grid = [torch.rand(bs, *o).to(xla_device()) for o in ((3,size,size), (size,size,2))]
+    x,grid,mat = [torch.rand(bs, *o).to(xla_device()) for o in ((3,size,size), (size,size,2), (2,3))]
     make_programs_for(None if kind=='look-ups' else 'TPU')
-    res = grid_sample_xla(x, grid, 'bilinear', 'reflection', True, 255 if kind=='bytes' else None)
+    how = 'reflection',True,255 if 'bytes' in kind else None
+    res = sampled_by_tiles(x, tile_grid(mat, size, size, True), size, size, *how) if 'tiles' in kind else grid_sample_xla(x, grid, 'bilinear', *how)
     module = hlo_message('HloModuleProto').FromString(torch_xla._XLAC._get_xla_tensors_hlo_proto([res]))
     s = tpu_slice('v5e-1')
     res,memory,seconds = CompiledPrograms(s, cache).compile(module, effort=0.)
@@ -152,8 +153,8 @@ def sampled(size, kind, cache, bs=16):
 
 def sampling(cache):
     "The table of what sampling takes"
-    kinds = 'look-ups','numbers','bytes'
-    print('| 16 images of | four look-ups a pixel, at 5.3 cycles a row | products of any numbers | of bytes |', '| --- | --- | --- | --- |', sep='\n')
+    kinds = 'look-ups','numbers','tiles of numbers','bytes','tiles of bytes'
+    print('| 16 images of | four look-ups a pixel, at 5.3 cycles a row | products of any numbers | by tiles | of bytes | by tiles |', '| --- | --- | --- | --- | --- | --- |', sep='\n')
     for size in (64, 128, 224):
         cells = [f'{(r.cycles+gathered(r))/1e6:.2f}' for r in (sampled(size, k, cache) for k in kinds)]
         print(f"| {size} px | {' | '.join(cells)} |", flush=True)

@@ -14,6 +14,7 @@ from .patches.grads import *
 from .patches.travel import *
 from .patches.learner import *
 from .patches.ops import *
+from .patches.tiles import *
 from .patches.augment import *
 from .patches.mix import *
 from .patches.spmd import *

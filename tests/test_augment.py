@@ -293,6 +293,23 @@ def test_images_for_a_tpu(name, for_a_tpu): test_images(name)
 @pytest.mark.parametrize('name', SIZES)
 def test_sizes_for_a_tpu(name, for_a_tpu): test_sizes(name)
 
+TILED = dict(
+    aug=aug_transforms, aug_mult=partial(aug_transforms, mult=2., flip_vert=True), aug_zeros=partial(aug_transforms, pad_mode='zeros', align_corners=False),
+    around=partial(Rotate, 180, p=1.), out=partial(Zoom, min_zoom=.3, max_zoom=.5, p=1.), sizes=partial(aug_transforms, size=(97,130)))
+
+@pytest.mark.parametrize('name', TILED)
+def test_tiles(name, for_a_tpu):
+    "Of draws that look as far as a tile reaches and of those that look further, in one program"
+    holds(*of_pipeline(lambda: L(TILED[name]()), batch('image', 100, 131)), 1e-3 if name=='aug_mult' else 1e-4) # a strong warp looks far away, where a coordinate's rounding shows
+
+def test_tiles_are_for_large_images_without_gradients(for_a_tpu):
+    def text(n, grad=False, **kwargs):
+        tfms = TfmPlacement(Pipeline(L(aug_transforms(**kwargs))), 'device').device(DEVICE, 0)
+        ims = TensorImage(torch.rand(2,3,n,n)).to(DEVICE).requires_grad_(grad)
+        return torch_xla._XLAC._get_xla_tensors_hlo([tfms((ims,))[0].as_subclass(Tensor)])
+    assert 'while(' in text(128) and 'dynamic-update-slice' in text(128, mult=2.)
+    for o in (text(64), text(128, size=64), text(128, grad=True), text(128, mode='nearest')): assert 'while(' not in o
+
 def test_bytes_take_one_product_on_a_tpu(for_a_tpu):
     "bfloat16 holds them; other numbers are cut into pieces"
     tfms = TfmPlacement(Pipeline([IntToFloatTensor(), Rotate(30, p=1.)]), 'device').device(DEVICE, 0)

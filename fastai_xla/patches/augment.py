@@ -20,6 +20,7 @@ from ..runtime.device import program_kind
 from ..runtime.transfer import on_xla, send
 from .registry import Loans, replaces
 from .ops import grid_sample_xla, pixel_line, raw, source_pixel, split_matmul
+from .tiles import affine_by_tiles
 
 # %% ../../nbs/150_patches.augment.ipynb #drawn-for
 _n_drawn = ContextVar('n_drawn', default=None)
@@ -82,6 +83,9 @@ def _draw_lighting(t, stock, b, split_idx):
 def _only_flips(t): return not t.coord_fs and all(getattr(f, 'func', None) is faug.flip_mat for f in t.aff_fs)
 
 def _encode_affine(t, stock, x, mode, reverse=False):
+    if not t.split_idx and not _only_flips(t):
+        res = affine_by_tiles(t, x, mode, div_of(x), reverse)
+        if res is not None: return res
     if isinstance(x, TensorPoint) or t.size is not None or not (t.split_idx or _only_flips(t)): return stock(x, mode, reverse)
     if isinstance(x, TensorMask): x = x.long()
     return x if t.split_idx else torch.where((raw(t.mat)[:,0,0]<0).reshape(-1, *[1]*(x.ndim-1)), x.flip(-1), x)

@@ -220,9 +220,10 @@ def pixel_line(
     n:int, # Pixels
     align_corners:bool, # As for `grid_sample_xla`
     device='cpu', # Of the result
+    i=None, # Which of the pixels; None: all in their order
 ):
     "The coordinates of `n` pixels, from -1 to 1, by torch's own formula"
-    i = torch.arange(n, device=device, dtype=torch.float32)
+    i = torch.arange(n, device=device, dtype=torch.float32) if i is None else i.float()
     if n==1: return i
     step = np.float32(2)/np.float32(n-1)
     res = torch.where(i<n//2, i*step-1, 1-(n-1-i)*step)
