@@ -117,7 +117,7 @@ def test_wrong_values(case):
 # what takes only what the package itself hands it: arithmetic and seams between rooms, not options of users
 SEAMS = '''start_iter DeviceDL Shipment EventTeller lengthen_lr_find run_along run_remote shard_idxs rank_span RankShare RowShare deal n_dealt pad_batch
     pad_text Waiting virtual_env start_spmd loss_weight join_shards Shares AgreedDL SteppedDL ShardedDL ApartBlock drawn_for first_signal size_text
-    kept_rng rng_state_after load_state learner_state replaces Patch grid_sample_xla step_row step_program stand_in optional_library
+    kept_rng rng_state_after load_state learner_state replaces Patch grid_sample_xla tile_grid from_tiles suits_tiles sampled_by_tiles affine_by_tiles step_row step_program stand_in optional_library
     bucket_len MixtureDL NotDue MeshTrainer DeviceMetric check_number check_int check_bool check_choice check_type check_callable check_path check_prefetch wrong_arg
     OnDevice ShareTrainer distributed_trainer TPUPoolTrainer attach_replica CheckpointSaver CheckpointWriter CheckpointReader PhaseResumer
     TPUShardedTrainer TPUFSDPTrainer device_version Shards TFRecordShards StreamDL BucketDL XLADL RNGHandoff TfmVerdicts standardize

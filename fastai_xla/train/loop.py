@@ -13,7 +13,7 @@ from inspect import getclosurevars
 from operator import attrgetter
 from weakref import ref, WeakKeyDictionary
 import numpy as np
-from fastai.basics import Learner
+from fastai.basics import Callback, Learner
 from fastai.callback.schedule import ParamScheduler
 from fastcore.all import noop
 from ..runtime.transfer import tensors_of
@@ -21,13 +21,17 @@ from ..patches.registry import Loans
 from .stand_ins import stand_in
 
 # %% ../../nbs/435_train.loop.ipynb #events
+def _answers(cb, event):
+    own = type(cb)
+    return event in vars(cb) or hasattr(own, event) or own.__call__ is not Callback.__call__ or own.__getattr__ is not Callback.__getattr__
+
 def _call_event(
     learn, # A Learner
     event:str, # Such as 'after_batch'
 ):
-    "Have those callbacks of `learn` that have a method for `event` called, in fastai's order"
+    "Have those callbacks of `learn` called that answer to `event`, in fastai's order"
     for cb in sorted(learn.cbs, key=attrgetter('order')):
-        if event in vars(cb) or hasattr(type(cb), event): cb(event)
+        if _answers(cb, event): cb(event)
 
 # %% ../../nbs/435_train.loop.ipynb #batch
 def _with_events(learn, stock, f, event_type, ex, final=noop):
