@@ -14,7 +14,7 @@ from pathlib import Path
 from fastai.basics import get_model, join_path_file, Learner
 from fastcore.all import CollBase, patch
 from safetensors.torch import save_file
-from timm.models import save_for_hf
+from timm.models._hub import save_for_hf
 from ..runtime.hosts import host_index
 from ..runtime.ranks import barrier, from_main, is_main
 from ..runtime.transfer import to_host
