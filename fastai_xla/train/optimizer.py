@@ -8,7 +8,6 @@ Docs: https://fastai-xla.github.io/fastai_xla/train.optimizer.html.md"""
 __all__ = ['sent_numbers', 'count_step', 'lend_step', 'make_state_ahead']
 
 # %% ../../nbs/410_train.optimizer.ipynb #imports
-from functools import partial
 from itertools import chain
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -88,7 +87,7 @@ _made = WeakKeyDictionary() # of each optimizer
 
 def _parts(opt):
     "Of what `work_of` makes the work of one of fastai's optimizers"
-    return id(opt.hypers),id(opt.state),*map(id, chain(opt.cbs, opt.state.values(), *opt.param_lists))
+    return tuple(opt.cbs),id(opt.hypers),*map(id, chain(opt.state.values(), *opt.param_lists)) # the work holds all but the steppers, so no number is another's
 
 def _count(work, idxs, rows):
     if (fo.step_stat,) in work.steppers:
