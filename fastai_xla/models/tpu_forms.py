@@ -8,12 +8,13 @@ Docs: https://fastai-xla.github.io/fastai_xla/models.tpu_forms.html.md"""
 __all__ = ['lend_tpu_forms']
 
 # %% ../../nbs/325_models.tpu_forms.ipynb #imports
+from contextlib import suppress
 from functools import partial
 import torch
 from torch.nn import functional as F
 from ..runtime.device import xm
 from ..runtime.transfer import on_xla
-from ..patches.ops import affine, normed, widen
+from ..patches.ops import affine, by_channel, normed, widen
 from .norms import lend_builtin
 
 # %% ../../nbs/325_models.tpu_forms.ipynb #layer-norm
@@ -105,6 +106,29 @@ def _conv2d(F_, stock, input, weight, bias=None, stride=1, padding=0, dilation=1
     y = _OfSmallImages.apply(stock, input, weight, _pair(stride), _pair(padding)).as_subclass(type(input))
     return y if bias is None else y+bias.to(y.dtype)[:,None,None]
 
+# %% ../../nbs/325_models.tpu_forms.ipynb #pool
+def _norm_before(y):
+    "The batch norm of which `y` is the ReLU, if its scale and shift are trained; None if it is none"
+    if type(y.grad_fn).__name__!='ReluBackward0': return
+    norm = y.grad_fn.next_functions[0][0]
+    if type(norm).__name__=='NativeBatchNormBackward0' and norm._saved_training and all(hasattr(f, 'variable') for f,_ in norm.next_functions[1:]): return norm
+
+def _relu_of(norm):
+    "The ReLU of what the batch norm `norm` made, again"
+    x,weight,bias = [t.detach() for t in (norm._saved_input, *(f.variable for f,_ in norm.next_functions[1:]))]
+    x,shape = x.clone(),by_channel(x)
+    xm.optimization_barrier_([x])
+    mean,scale = [t.reshape(shape) for t in (norm._saved_result1, norm._saved_result2)]
+    return affine((x-mean)*scale, weight, bias, shape, x.dtype).relu()
+
+def _max_pool2d(torch_, stock, input, *args, **kwargs):
+    norm = _norm_before(input) if on_xla(input) else None
+    if not norm: return stock(input, *args, **kwargs)
+    with suppress(RuntimeError): # others look after what the ReLU keeps
+        input.grad_fn._raw_saved_result.register_hooks(lambda t: None, lambda _: _relu_of(norm))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: None if t is input else t, lambda t: _relu_of(norm) if t is None else t):
+        return stock(input, *args, **kwargs)
+
 # %% ../../nbs/325_models.tpu_forms.ipynb #lend
 def lend_tpu_forms(
     loans, # `Loans`, which give torch its own back
@@ -112,6 +136,7 @@ def lend_tpu_forms(
     "Lend torch the functions of this notebook, of which a TPU's compiler makes less than of torch_xla's"
     lend_builtin(loans, torch, 'layer_norm', _layer_norm)
     lend_builtin(loans, torch, 'embedding', _embedding)
+    lend_builtin(loans, torch, 'max_pool2d', _max_pool2d)
     lend_builtin(loans, F, 'scaled_dot_product_attention', _attention)
     lend_builtin(loans, F, 'linear', _linear)
     lend_builtin(loans, F, 'conv2d', _conv2d)
