@@ -46,6 +46,35 @@ def from_tiles(
     res = torch.cat([res[:,:,j] for j in range(nx)], -1).transpose(1, 2) # `permute` alone took ten times as long
     return res.reshape(n, c, ny*_side, nx*_side)[:,:,:h,:w]
 
+# %% ../../nbs/145_patches.tiles.ipynb #traced
+@lru_cache
+def _traced(f, shapes, where, precision, *args):
+    "The computation of `f` of float32 tensors of `shapes` and `args`, numbers of its parameters, and what else it needs, held `where` it was traced"
+    from torch_xla.core import xla_builder as xb
+    given = [xb.create_placeholder_tensor(o, torch.float32) for o in shapes]
+    ctx,old = torch_xla._XLAC.lowering.LoweringContext(f.__name__),torch_xla._XLAC._xla_get_mat_mul_precision()
+    ctx.set_name_string(f.__name__)
+    torch_xla._XLAC._xla_set_mat_mul_precision(precision)
+    try: ctx.build([f(*given, *args)])
+    finally: torch_xla._XLAC._xla_set_mat_mul_precision(old)
+    ids = [ctx.tensor_parameter_id(o) for o in given]
+    held = {i: t for i,t in ctx.device_parameter_id_tensor_mapping().items() if i not in ids}
+    return xb.computation_from_module_proto(f.__name__, ctx.hlo()),ids,held
+
+def _here(t): return t.device,get_ident()
+
+def _by_id(ids, held, given):
+    "Arguments of a computation in the order of their numbers: those `given`, and those that are `held`"
+    args = dict(zip([*ids,*held], given))
+    return [args[k] for k in sorted(args)]
+
+def _batched_product(a, b): return torch.bmm(a.expand(len(b), -1, -1), b)
+
+def _precise_product(a, b):
+    "`a@b[i]` for each `i`, with factors of 16 bits"
+    computation,ids,held = _traced(_batched_product, (tuple(a.shape),tuple(b.shape)), _here(b), 'high')
+    return torch_xla._XLAC._xla_user_computation('xla::precise_product', _by_id(ids, held, [a,b,*held.values()]), computation)[0]
+
 # %% ../../nbs/145_patches.tiles.ipynb #windows
 _step,_size,_per_side = 3,4,16
 _part = _step*(_per_side-1)+_size
@@ -53,9 +82,9 @@ _part = _step*(_per_side-1)+_size
 def _first(p, n):
     "Of each tile the first of `n` pixels that its places `p` look at, the places from there on, and whether any is further than the part reaches"
     last = max(n-_part, 0)
-    first = p.amin(-1).floor().clamp(0, last)
-    p = p-first[...,None]
-    return first,p,(p.amax(-1)>_part-1) & (first<last)
+    least,most = p.amin(-1),p.amax(-1)
+    first = least.floor().clamp(0, last)
+    return first,p-first[...,None],(most-first>_part-1) & (first<last)
 
 def _picks(first, n):
     "For each tile a matrix that picks of `n` pixels those of its windows"
@@ -74,29 +103,19 @@ def _in_tiles(x, px, py, pieces):
     n,c,h,w = x.shape
     (y,py,far_y),(x0,px,far_x) = _first(py, h),_first(px, w)
     rows,cols = _picks(y, h),_picks(x0, w)
-    windows = torch.cat([_tile_windows(o, rows, cols) for o in bf16_pieces(x, pieces)], 3)
+    windows = torch.cat([_tile_windows(o, rows, cols) for o in bf16_pieces(x, pieces)], 3).flatten(1, 2)
     fy,fx = [p.flatten(0, 1)[:,None] for p in (py,px)]
     iy,ix = [(p/_step).floor().clamp(0, _per_side-1) for p in (fy,fx)]
     i = torch.arange(pieces*_per_side**2, device=x.device, dtype=torch.int32)[:,None]%_per_side**2
-    picked = torch.einsum('ncmk,nkp->ncmp', windows, (i==(iy*_per_side+ix).int()).float())
-    fy,fx = [o[:,None].expand(-1, c, 1, -1) for o in (fy-iy*_step, fx-ix*_step)] # for each channel, or XLA would store the weights
-    m = torch.arange(_size**2, device=x.device, dtype=torch.int32)[:,None]
-    res = (picked*(_tent(fy, m//_size)*_tent(fx, m%_size))).sum(2)
+    picked = torch.einsum('nmk,nkp->nmp', windows, (i==(iy*_per_side+ix).int()).float())
+    m = torch.arange(c*_size**2, device=x.device, dtype=torch.int32)[:,None]
+    fy,fx = [o.expand(-1, len(m), -1) for o in (fy-iy*_step, fx-ix*_step)] # for each channel, or XLA would store the weights
+    of_channel = (torch.arange(c, device=x.device, dtype=torch.int32)[:,None]==m[:,0]//_size**2).float()
+    res = _precise_product(of_channel, picked*(_tent(fy, m//_size%_size)*_tent(fx, m%_size)))
     return res.reshape(n, -1, *res.shape[1:]),(far_y|far_x).any(1)
 
 # %% ../../nbs/145_patches.tiles.ipynb #far
-@lru_cache
-def _whole(shape, places, pieces, where):
-    "The computation that makes an image again by products over all of it: its parameters are given, and held `where` it was traced"
-    from torch_xla.core import xla_builder as xb
-    given = [xb.create_placeholder_tensor((1,*o), torch.float32) for o in (shape, places, places)]
-    res = _sampled_by_products(*given, pieces).transpose(1, 2)
-    ctx = torch_xla._XLAC.lowering.LoweringContext('whole')
-    ctx.set_name_string('whole')
-    ctx.build([res])
-    ids = [ctx.tensor_parameter_id(o) for o in given]
-    held = {i: t for i,t in ctx.device_parameter_id_tensor_mapping().items() if i not in ids}
-    return xb.computation_from_module_proto('whole', ctx.hlo()),ids,held
+def _whole(*args): return _sampled_by_products(*args).transpose(1, 2)
 
 def _at(o, i):
     "Of the operator `o` the part `i` of its first dim"
@@ -109,13 +128,12 @@ def _made_again(res, far, x, px, py, pieces):
     i = torch.arange(len(x), device=x.device, dtype=torch.int32)
     before = ((i[:,None]<i) & far[:,None]).sum(0, dtype=torch.int32)
     order = (((before[:,None]==i) & far[:,None])*i[:,None]).sum(0, dtype=torch.int32)
-    computation,ids,held = _whole(tuple(x.shape[1:]), tuple(px.shape[1:]), pieces, (x.device,get_ident()))
+    computation,ids,held = _traced(_whole, tuple((1,*o.shape[1:]) for o in (x,px,py)), _here(x), 'default', pieces)
     ts = [torch.zeros_like(i[0]), far.sum(dtype=torch.int32), order, res, x, px, py, *held.values()]
     def more(turn, n, *_): return turn<n
     def again(turn, n, order, res, *rest):
         i = _at(order, turn).reshape([])
-        args = dict(zip([*ids,*held], [*[_at(o, i) for o in rest[:3]],*rest[3:]]))
-        one = xb.Op.call(computation, [args[k] for k in sorted(args)]).get_tuple_element(0)
+        one = xb.Op.call(computation, _by_id(ids, held, [*[_at(o, i) for o in rest[:3]],*rest[3:]])).get_tuple_element(0)
         res = res.dynamic_update_slice(one, [i]+[i.zeros_like()]*3)
         return turn+xb.Op.scalar(turn.builder(), 1, dtype=xb.Type.S32),n,order,res,*rest
     builder = xb.create_builder('far')
