@@ -71,8 +71,8 @@ def _by_id(ids, held, given):
 def _batched_product(a, b): return torch.bmm(a.expand(len(b), -1, -1), b)
 
 def _precise_product(a, b):
-    "`a@b[i]` for each `i`, with factors of 16 bits"
-    computation,ids,held = _traced(_batched_product, (tuple(a.shape),tuple(b.shape)), _here(b), 'high')
+    "`a@b[i]` for each `i`, with factors of 24 bits"
+    computation,ids,held = _traced(_batched_product, (tuple(a.shape),tuple(b.shape)), _here(b), 'highest')
     return torch_xla._XLAC._xla_user_computation('xla::precise_product', _by_id(ids, held, [a,b,*held.values()]), computation)[0]
 
 # %% ../../nbs/145_patches.tiles.ipynb #windows
