@@ -156,6 +156,7 @@ def main(path):
     site_path = [o for o in sys.path[1:] if o not in os.environ.get('PYTHONPATH', '').split(os.pathsep)]
     before = dict(os.environ)
     gc.disable()
+    os.environ.setdefault('TORCH_WARM_POOL', '0') # torch 2.8 would start a thread, which a fork does not take along
     heavy()
     other = os.fork()
     kind = 'script' if other else 'kernel'
