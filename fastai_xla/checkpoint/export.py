@@ -14,7 +14,7 @@ from pathlib import Path
 from fastai.basics import get_model, join_path_file, Learner
 from fastcore.all import CollBase, patch
 from safetensors.torch import save_file
-from timm.models._hub import save_for_hf
+from timm.models._hub import has_hf_hub, save_for_hf
 from ..runtime.hosts import host_index
 from ..runtime.ranks import barrier, from_main, is_main
 from ..runtime.transfer import to_host
@@ -88,6 +88,9 @@ def save_for_hub(self:Learner,
     if not hasattr(model, 'pretrained_cfg'):
         raise ValueError(f"A folder for the hub needs a model of timm, and this one is a {type(model).__name__}: build the Learner with "
             "`Learner(dls, timm.create_model(name, num_classes=dls.c))`, or use `export_safetensors`.")
+    if not has_hf_hub():
+        raise ImportError("timm writes this folder by huggingface_hub, and finds none that it knows (an old timm does not know a new one): "
+            "run `pip install -U timm huggingface_hub`, or use `export_safetensors`.")
     vocab = labels or getattr(self.dls, 'vocab', None)
     with Loans() as loans:
         loans.put(model, 'state_dict', lambda: weights)
