@@ -127,6 +127,8 @@ def test_errors_that_travel(f, text, cause):
     with pytest.raises(LaunchError, match='(?s)Rank 3 failed.*'+text) as e: raise Failed.of(3, error(f)).error()
     assert e.value.rank == 3 and isinstance(e.value.__cause__, cause)
 
+def folder_of_pool(rank): return os.environ['FASTAI_XLA_POOL_FOLDER']
+
 def fail(rank, how):
     if rank==1: how()
     time.sleep(100)
@@ -141,11 +143,11 @@ def launch_with_a_child():
     (lambda: sys.exit(0), 'SystemExit: 0', SystemExit, 1),
     (lambda: os.kill(os.getpid(), signal.SIGKILL), f'The process of {"rank 1" if processes else "ranks 0, 1"} was killed by SIGKILL', type(None), 1 if processes else None)], ids='launch exit kill'.split())
 def test_failures(pool, how, text, cause, rank):
-    pool.run(grad)
-    assert of_pools()
+    folder = pool.run(folder_of_pool)[0]
+    assert of_pools() and os.path.exists(folder)
     start = time.time()
     with pytest.raises(LaunchError, match=text) as e: pool.run(fail, how)
-    assert time.time()-start < 10 and not pool.is_open
+    assert time.time()-start < 10 and not pool.is_open and not os.path.exists(folder)
     assert e.value.rank == rank and isinstance(e.value.__cause__, cause)
     time.sleep(.2)
     assert not of_pools()

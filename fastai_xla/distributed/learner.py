@@ -8,7 +8,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/distributed.learner.html.md"""
 __all__ = ['write_apart', 'write_together', 'attach_replica', 'detach_replica', 'run_remote', 'TPUPoolTrainer']
 
 # %% ../../nbs/680_distributed.learner.ipynb #imports
-import multiprocessing, shutil, tempfile, weakref
+import multiprocessing, os, shutil, tempfile, weakref
 from contextlib import contextmanager, suppress
 from pathlib import Path
 import torch
@@ -40,8 +40,8 @@ from .events import EventPlayer, EventTeller, LogMessage, StopOnRequest
 
 # %% ../../nbs/680_distributed.learner.ipynb #apart
 def _own_folder(learn):
-    "A folder for what this rank alone writes and reads"
-    folder = Path(tempfile.mkdtemp(prefix=f'fastai_xla_rank{rank()}_'))
+    "A folder for what this rank alone writes and reads; in that of its pool, if it has one, which goes with it"
+    folder = Path(tempfile.mkdtemp(prefix=f'fastai_xla_rank{rank()}_', dir=os.environ.get('FASTAI_XLA_POOL_FOLDER')))
     weakref.finalize(learn, shutil.rmtree, folder, True)
     return folder
 

@@ -8,7 +8,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/launch.crew.html.md"""
 __all__ = []
 
 # %% ../../nbs/570_launch.crew.ipynb #imports
-import linecache, os, pickle, signal, subprocess, sys, time, warnings, weakref
+import linecache, os, pickle, shutil, signal, subprocess, sys, tempfile, time, warnings, weakref
 from contextlib import suppress
 from multiprocessing.connection import Pipe, wait
 from fastcore.imports import noop
@@ -78,8 +78,8 @@ def _wait(p, seconds):
     try: return p.wait(max(0, seconds))
     except subprocess.TimeoutExpired: return None
 
-def _end(procs, conns, parent, seconds=5):
-    "Close the connections, give the processes `seconds` to end, and kill what is left of their sessions"
+def _end(procs, conns, folder, parent, seconds=5):
+    "Close the connections, give the processes `seconds` to end, kill what is left of their sessions, and remove their `folder`"
     if os.getpid()!=parent: return
     for c in conns: c.close()
     until = time.monotonic() + seconds
@@ -89,6 +89,7 @@ def _end(procs, conns, parent, seconds=5):
         for p in procs:
             with suppress(ProcessLookupError): os.killpg(p.pid, signal.SIGKILL)
         for p in procs: _wait(p, 10)
+        shutil.rmtree(folder, True)
 
 # %% ../../nbs/570_launch.crew.ipynb #died
 def _died(
@@ -162,13 +163,13 @@ class Crew:
     def __init__(self,
         start=_start_process # Called as `start(i, n_procs, n_cores, env)`, returns a process and its connection
     ):
-        self._start,self.procs,self.conns,self.ranks = start,[],[],{}
-        self._ending = weakref.finalize(self, _end, self.procs, self.conns, os.getpid())
+        self._start,self.procs,self.conns,self.ranks,self.folder = start,[],[],{},tempfile.mkdtemp(prefix='fastai_xla_pool_')
+        self._ending = weakref.finalize(self, _end, self.procs, self.conns, self.folder, os.getpid())
 
     def start(self, n_procs, n_cores, env):
         "Start the processes; each says `Hello` when its replicas are there"
         for i in range(n_procs):
-            p,c = self._start(i, n_procs, n_cores, env)
+            p,c = self._start(i, n_procs, n_cores, {**env, 'FASTAI_XLA_POOL_FOLDER': self.folder})
             self.procs.append(p)
             self.conns.append(c)
 
