@@ -53,8 +53,8 @@ def small_images():
 @seeded
 def stem():
     "What begins a ResNet, with large images: a max-pool of the ReLU of a norm"
-    body = nn.Sequential(ConvLayer(3, 64), nn.MaxPool2d(3, 1, 1), ConvLayer(64, 64))
-    return Learner(image_dls(64, bs=32, n=64, n_valid=32), nn.Sequential(body, nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(64, 4)), opt_func=OPTS['SGD'])
+    body = nn.Sequential(ConvLayer(3, 16), nn.MaxPool2d(3, 1, 1), ConvLayer(16, 16))
+    return Learner(image_dls(64, bs=32, n=64, n_valid=32), nn.Sequential(body, nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(16, 4)), opt_func=OPTS['SGD'])
 
 @seeded
 def collab_long():
