@@ -51,6 +51,8 @@ from .train.meters import *
 from .train.stand_ins import *
 from .train.loop import *
 from .train.capture import *
+from .train.look import *
+from .train.watch import *
 from .train.effects import *
 from .train.parts import *
 from .train.plans import *

@@ -1,5 +1,6 @@
 "Twelve steps of a small MLP with every optimizer equal plain fastai's. Tolerance: 1e-4 relative, 1e-5 absolute, unless said."
-import pytest
+import fastai.optimizer as fo, pytest
+from functools import wraps
 from synth import *
 
 def lookahead_adam(params, lr): return Lookahead(Adam(params, lr=lr), k=5)
@@ -150,3 +151,171 @@ def test_a_schedule_of_every_hyper():
     plain,tpu,*_ = both(lambda l: l.fit(2, cbs=ParamScheduler(scheds)))
     same(plain, tpu)
     close(plain.recorder.hps, tpu.recorder.hps)
+
+# ---- steps that are run again
+
+class Changes(Callback):
+    "Does `f` to the optimizer after batch `at` of each epoch"
+    replayable,run_valid = True,False
+    def __init__(self, f, at=8): self.f,self.at = f,at
+    def after_batch(self):
+        if self.train_iter==self.at: self.f(self.opt)
+
+def two_epochs(learn): learn.fit(2, 1e-2)
+
+def run_again(train=two_epochs, mk=mlp_learner, cbs=lambda: None, **kwargs):
+    "The Learner whose steps are run again where they can, after it is seen to be that whose steps are all traced"
+    def go(replay):
+        learn = twin(mk, n_trn=160, cbs=cbs(), **kwargs).to_tpu(replay=replay)
+        with learn.no_bar(),learn.no_logging(): train(learn)
+        return learn
+    traced,learn = go(False),go(True)
+    close(record(traced), record(learn), rtol=1e-5, atol=1e-6)
+    close(state(traced), state(learn), rtol=1e-5, atol=1e-6)
+    return learn
+
+def set_all(key, value):
+    "Sets an option of torch's optimizer"
+    def f(opt):
+        for pg in opt.opt.param_groups: pg[key] = value
+    return f
+
+def set_decay(opt):
+    for p in opt_params(opt)[:2]: opt.state[p]['do_wd'] = not opt.state[p].get('do_wd', True)
+
+def regroup(opt):
+    (a,*more),b = opt.param_lists
+    opt.param_lists = L(L(a), L(*more, *b))
+    opt.set_hyper('lr', [1e-3,3e-2])
+
+def swap_groups(opt):
+    opt.param_lists = L(*opt.param_lists[::-1])
+    opt.set_hyper('lr', [1e-3,3e-2])
+
+def other_steppers(opt): opt.cbs = L(fo.weight_decay, fo.sgd_step) if fo.momentum_step in opt.cbs else L(fo.weight_decay, fo.average_grad, fo.momentum_step)
+
+CHANGES = dict( # the optimizer, what is done to it, and how many of 40 steps are run again at least
+    beta           = (partial(RAdam, beta=0.), lambda o: o.set_hyper('beta', 5.-o.hypers[0]['beta']), 28),
+    do_wd          = (partial(Adam, wd=.5), set_decay, 28),
+    hyper_do_wd    = (partial(Adam, wd=.5), lambda o: o.set_hyper('do_wd', False), 6),
+    steppers       = (partial(SGD, mom=.9, wd=.1), other_steppers, 28),
+    groups         = (partial(Adam, wd=.5), regroup, 28),
+    groups_swapped = (partial(Adam, wd=.5), swap_groups, 28),
+    clear_state    = (Adam, lambda o: o.clear_state(), 28),
+    freeze         = (Adam, lambda o: o.freeze_to(1-o.frozen_idx), 26),
+    lookahead      = (lookahead_adam, lambda o: setattr(o, 'alpha', .9-o.alpha), 18),
+    inner_beta     = (lambda ps, lr: Lookahead(RAdam(ps, lr=lr, beta=0.), k=3), lambda o: o.set_hyper('beta', 5.-o.hypers[0]['beta']), 20),
+    momentum       = (torch_opt(torch.optim.SGD, momentum=.9), set_all('momentum', 0), 24),
+    decay          = (torch_opt(torch.optim.SGD, momentum=.9), set_all('weight_decay', .1), 36),
+    maximize       = (torch_opt(torch.optim.AdamW), set_all('maximize', True), 6),
+    nesterov       = (torch_opt(torch.optim.SGD, momentum=.9), set_all('nesterov', True), 6),
+    torch_state    = (torch_opt(torch.optim.AdamW), lambda o: o.clear_state(), 28))
+
+@pytest.mark.parametrize('name', CHANGES)
+def test_changed_between_steps(name):
+    "What of an optimizer decides about the program of a step is seen to change"
+    opt,f,n = CHANGES[name]
+    replay = run_again(opt_func=opt, cbs=lambda: Changes(f)).replay
+    assert n<=replay.n_replayed<=(37 if name=='decay' else 36), replay
+
+def test_beta_of_a_schedule():
+    learn = run_again(opt_func=partial(RAdam, beta=0.), cbs=lambda: ParamScheduler({'beta': lambda p: 0. if p<.3 else 5.}))
+    assert learn.replay.n_replayed>=30, learn.replay
+
+class Counts:
+    "Calls `f` nine times of ten, and counts"
+    def __init__(self, f): self.f,self.n = f,0
+    def __call__(self, *args, **kwargs):
+        self.n += 1
+        if self.n%10: return self.f(*args, **kwargs)
+
+class Own(Optimizer):
+    "Has a `zero_grad` of its own"
+    n = 0
+    def zero_grad(self):
+        self.n += 1
+        if self.n%10: super().zero_grad()
+
+def sgd_by_hand(opt):
+    def step(closure=None):
+        for p,*_ in opt.all_params(with_grad=True): p.data.add_(p.grad, alpha=-1e-2)
+    return step
+
+def with_own(name, of=None, owner=noop):
+    "Give the optimizer a `name` that calls another, its own if not one that `of` makes, after a fit"
+    def train(learn):
+        learn.fit(1, 1e-2)
+        o = owner(learn.opt)
+        setattr(o, name, Counts(of(o) if of else getattr(o, name)))
+        learn.fit(1, 1e-2)
+        learn.n = vars(o)[name].n
+    return train
+
+def within_fit(name):
+    "Give it one within a fit"
+    def train(learn):
+        learn.fit(2, 1e-2, cbs=Changes(lambda opt: name in vars(opt) and isinstance(vars(opt)[name], Counts) or setattr(opt, name, Counts(getattr(opt, name)))))
+        learn.n = vars(learn.opt)[name].n
+    return train
+
+def no_step(opt): return f'the step of {opt} is not one operation on the device'
+def own_zeros(opt): return f'{opt} has a `zero_grad` of its own, which must run in each step'
+OWN = dict( # the optimizer, how it trains, how often the own method is called, and why steps are traced
+    step              = (SGD, with_own('step', sgd_by_hand), 20, no_step('Optimizer')),
+    step_around       = (SGD, with_own('step'), 20, no_step('Optimizer')),
+    step_within       = (SGD, within_fit('step'), 32, no_step('Optimizer')),
+    torch_step        = (torch_opt(torch.optim.SGD), with_own('step'), 20, no_step('OptimWrapper')),
+    torch_step_within = (torch_opt(torch.optim.SGD), within_fit('step'), 32, no_step('OptimWrapper')),
+    torch_inner       = (torch_opt(torch.optim.SGD), with_own('step', owner=lambda o: o.opt), 20, no_step('OptimWrapper')),
+    lookahead         = (lookahead_adam, with_own('step'), 20, no_step('Lookahead')),
+    lookahead_within  = (lookahead_adam, within_fit('step'), 32, no_step('Lookahead')),
+    zeros             = (SGD, with_own('zero_grad'), 20, own_zeros('Optimizer')),
+    zeros_within      = (SGD, within_fit('zero_grad'), 32, own_zeros('Optimizer')),
+    torch_zeros       = (torch_opt(torch.optim.SGD), with_own('zero_grad'), 20, own_zeros('OptimWrapper')),
+    torch_zeros_inner = (torch_opt(torch.optim.SGD), with_own('zero_grad', owner=lambda o: o.opt), 20, own_zeros('OptimWrapper')))
+
+@pytest.mark.parametrize('name', OWN)
+def test_methods_that_are_replaced(name):
+    "A `step` or `zero_grad` that somebody puts on an optimizer runs in each step, and the steps say so"
+    opt,train,n,why = OWN[name]
+    learn = run_again(train, opt_func=opt)
+    assert learn.n==n and 3<=learn.replay.n_replayed<=19 and learn.replay.why==why, (learn.n, learn.replay)
+
+def test_a_class_with_zero_grad():
+    learn = run_again(opt_func=lambda ps, **kw: Own(ps, [fo.sgd_step], lr=1e-2))
+    assert (learn.opt.n,learn.replay.n_replayed,learn.replay.why)==(40,0,own_zeros('Own')), learn.replay
+
+def test_a_class_with_all_params():
+    "Parameters that an optimizer leaves out stay as they are"
+    class Fewer(Optimizer):
+        def all_params(self, n=slice(None), with_grad=False): return super().all_params(n, with_grad)[1:]
+    learn = run_again(opt_func=lambda ps, **kw: Fewer(ps, [fo.sgd_step], lr=1e-2))
+    assert learn.replay.n_replayed==0 and learn.replay.why==no_step('Fewer'), learn.replay
+    same(*both(lambda l: l.fit(2, 1e-2), opt_func=lambda ps, **kw: Fewer(ps, [fo.sgd_step], lr=1e-2))[:2])
+
+@pytest.mark.parametrize('name,why', dict(step=no_step('Optimizer'), zero_grad=own_zeros('Optimizer')).items())
+def test_fastai_is_patched(name, why, monkeypatch):
+    "Who replaces a method of fastai's has it called"
+    stock,n = getattr(Optimizer, name),[0]
+    @wraps(stock)
+    def own(self, *args, **kwargs):
+        n[0] += 1
+        return stock(self, *args, **kwargs)
+    monkeypatch.setattr(Optimizer, name, own)
+    learn = run_again(opt_func=SGD)
+    assert n==[80] and (learn.replay.n_replayed,learn.replay.why)==(0,why), (n, learn.replay)
+
+def test_a_stepper_around_fastais():
+    "One that only looks like fastai's runs itself"
+    @wraps(fo.sgd_step)
+    def half(p, lr, **kwargs): fo.sgd_step(p, lr/2)
+    plain,tpu,*_ = both(lambda l: l.fit(1, 1e-2), opt_func=lambda ps, **kw: Optimizer(ps, [half], lr=1e-2))
+    same(plain, tpu)
+
+def test_masked_steps_after_others():
+    "Steps whose numbers depend on those that were left out are no steps like those before"
+    def train(learn):
+        learn.fit(1, 1e-2)
+        learn.fit(1, 1e-2, cbs=NaNGuard('skip'))
+        learn.fit(1, 1e-2)
+    assert 30<=run_again(train).replay.n_replayed<=38

@@ -81,7 +81,7 @@ def test_python_of_a_step(monkeypatch):
     n = calls_of_a_step()
     monkeypatch.setattr('fastai_xla.train.on_device.lend_loop', lambda learn, loans: None)
     own_loop = calls_of_a_step()
-    assert n<=600 and own_loop>n+100, (n, own_loop)
+    assert n<=640 and own_loop>n+100, (n, own_loop)
 
 def test_a_step_costs_one_execution():
     "No compilation, no read, one program, and the state in the memory that it had"
@@ -101,7 +101,7 @@ def test_a_step_writes_in_place():
     late,early = [both(lambda: learner(cbs=Keep(at))) for at in (6,0)]
     with pytest.raises(RuntimeError): late.keep.old[0].cpu()
     eq(early.replay.n_replayed, 0)
-    assert 'something keeps' in repr(early.replay) and '[16, 8]' in repr(early.replay), early.replay
+    assert '`old` is `detach()` or `data` of a tensor that a step changes' in repr(early.replay), early.replay
 
 @pytest.mark.parametrize('at', ['between', 'after_batch', 'before_batch'])
 def test_copies(at):
@@ -187,7 +187,7 @@ refused_in_validation = dict(counter=(lambda: learner(lambda: OnlyIn(_counts), n
 def test_validation_traced_for_a_reason(name):
     make,why = refused_in_validation[name]
     learn = both(make)
-    assert learn.replay.n_replayed==17 and learn.replay.valid.n_replayed==0 and why in repr(learn.replay.valid), learn.replay
+    assert learn.replay.n_replayed==(16 if name=='counter' else 17) and learn.replay.valid.n_replayed==0 and why in repr(learn.replay.valid), learn.replay
 
 def test_smaller_last_batch():
     "A kind of step of its own"

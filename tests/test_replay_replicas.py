@@ -134,7 +134,7 @@ def test_one_replica_finds_a_reason():
             if self.training: self.kept_one = [self.model[0].weight.detach()]
     replays,said = both(learner, cbs=lambda r: [Kept()] if r==1 else [])
     assert all(o.n_replayed==0 for o in replays)
-    assert all('something keeps' in o and ('on replica 1' in o)==(r!=1) for r,o in enumerate(said)), said
+    assert all('`kept_one` is `detach()`' in o and ('on replica 1' in o)==(r!=1) for r,o in enumerate(said)), said
 
 class Reads(nn.Module):
     "Its scale decides on the host"

@@ -10,6 +10,7 @@ __all__ = ['on_xla', 'on_cpu', 'tensors_of', 'map_tensors', 'is_spread', 'to_hos
 
 # %% ../../nbs/030_runtime.transfer.ipynb #imports
 from contextlib import contextmanager
+from copy import copy
 from functools import partial
 import torch
 from fastai.basics import DataLoader, ItemTransform, Pipeline
@@ -31,10 +32,17 @@ def on_cpu(t):
 # %% ../../nbs/030_runtime.transfer.ipynb #nested
 def _nested(f, b):
     "`b` with `f` of each thing in its lists, tuples and dicts"
-    if isinstance(b, dict): return {k: _nested(f, v) for k,v in b.items()}
+    if isinstance(b, dict): return _like_dict({k: _nested(f, v) for k,v in b.items()}, b)
     if not isinstance(b, (list,tuple,L)): return f(b)
     res = [_nested(f, v) for v in b]
     return type(b)(*res) if hasattr(b, '_fields') else type(b)(res)
+
+def _like_dict(vals, old):
+    "`vals` as the kind of dict that `old` is, such as an `OrderedDict`"
+    if type(old) is dict: return vals
+    res = copy(old)
+    res.update(vals)
+    return res
 
 def _selected(b, select):
     if isinstance(b, (dict,list,tuple,L)): return [o for v in (b.values() if isinstance(b, dict) else b) for o in _selected(v, select)]

@@ -10,6 +10,8 @@ from .meters import *
 from .stand_ins import *
 from .loop import *
 from .capture import *
+from .look import *
+from .watch import *
 from .effects import *
 from .parts import *
 from .plans import *

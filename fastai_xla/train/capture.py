@@ -87,9 +87,7 @@ def _data_ids(t):
 
 def _same(a, b):
     "Have two inputs the same value?"
-    if tensor_id(a)==tensor_id(b): return True
-    if a.shape!=b.shape or a.numel()>4096: return False
-    try: return torch.equal(a.cpu(), b.cpu())
+    try: return tensor_id(a)==tensor_id(b) or torch.equal(a.cpu(), b.cpu())
     except RuntimeError: return xr.is_spmd() and not a.ndim # a scalar constant, which cannot be read back there
 
 # %% ../../nbs/440_train.capture.ipynb #program
@@ -100,6 +98,7 @@ class StepProgram(NamedTuple):
     written:tuple # Numbers of the tensors of the state that it changes
     n_out:int # Other results
     consts:dict # Inputs that are the same in each step, by their number
+    data:dict # Numbers of the data that these are
 
     def differs(self, other):
         "How `other`, of the step before, differs; None if it is the same program"
@@ -108,7 +107,8 @@ class StepProgram(NamedTuple):
         if self[1:4]!=other[1:4]: return 'the graph takes or changes other tensors'
         with own_reads():
             for j,t in self.consts.items():
-                if not _same(t, other.consts[j]): return f'a tensor of shape {list(t.shape)} that is no part of model, optimizer and batch has another value'
+                if self.data[j]==other.data[j] or _same(t, other.consts[j]): continue
+                return f'a tensor of shape {list(t.shape)} that is no part of model, optimizer and batch has another value'
 
 # %% ../../nbs/440_train.capture.ipynb #capture
 _donating = threading.Lock() # torch_xla's flag is one for all replicas of a process
@@ -164,7 +164,8 @@ class StepTracer:
         with _donating,alias_with_buffer_donor_config(True):
             key = _lib()._get_graph_hash(self.roots)
             _lib()._xla_warm_up_cache(self.roots, []) # compiles, unless it is known
-        return StepProgram(key, sources, written, len(outs), {j: v for j,(v,(w,_)) in enumerate(zip(self.values, sources)) if w=='const'})
+        consts = {j: v for j,(v,(w,_)) in enumerate(zip(self.values, sources)) if w=='const'}
+        return StepProgram(key, sources, written, len(outs), consts, {j: ids[j] for j in consts})
 
 # %% ../../nbs/440_train.capture.ipynb #run
 class StepCapture(StepTracer):
@@ -229,6 +230,7 @@ class StepPlan:
     seen:int=1 # Traced steps in a row that were this program
     agreed:bool=False # Have all ranks said in this epoch that they can run it again?
     since:int=0 # Steps that were run since
+    made:object=None # The optimizer's step in it
 
     @classmethod
     def of(cls, program, given, left):
@@ -243,5 +245,4 @@ class StepPlan:
     def differs(self, old):
         "How this step differs from `old`, the one before of its kind, in words; None if it doesn't"
         how = self.program.differs(old and old.program)
-        if how or (self.places,self.shapes)==(old.places,old.shapes): return how
-        return 'it takes other tensors'
+        return how or (None if (self.places,self.shapes)==(old.places,old.shapes) else 'it takes other tensors')

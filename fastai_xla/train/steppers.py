@@ -9,7 +9,6 @@ __all__ = ['stands_for', 'step_formula', 'torch_rmsprop', 'torch_rmsprop_mom', '
            'step_program', 'StepMask', 'mask_step', 'mask_of']
 
 # %% ../../nbs/400_train.steppers.ipynb #imports
-import inspect
 from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -21,7 +20,7 @@ from ..patches.ops import widen
 from .layouts import arranged_update, update_in_rows
 
 # %% ../../nbs/400_train.steppers.ipynb #steppers
-_formulas,_unwrap = {},lru_cache(inspect.unwrap)
+_formulas = {}
 
 def stands_for(
     stock, # fastai's stepper
@@ -30,7 +29,7 @@ def stands_for(
 ):
     "Decorator: `f(v, s)` stands for fastai's `stock`"
     def _inner(f):
-        _formulas[_unwrap(stock)] = SimpleNamespace(scalars=scalars, makes=tuple(makes), f=f)
+        _formulas[stock] = SimpleNamespace(scalars=scalars, makes=tuple(makes), f=f)
         return f
     return _inner
 
@@ -38,7 +37,7 @@ def step_formula(
     stock, # A stepper
 ):
     "What stands for `stock`: `scalars`, `makes` and `f` as in `stands_for`; None if nothing does"
-    return _formulas.get(_unwrap(stock))
+    return _formulas.get(stock)
 
 def _debiased(h, **kw):
     "The numbers that Adam and its kin share"
@@ -143,7 +142,7 @@ def stepper_of(
     "fastai's function and its arguments, None for one that is not known here"
     f,kw = (cb.func,cb.keywords) if isinstance(cb, partial) else (cb,{})
     if step_formula(f) is None or getattr(cb, 'args', ()) or not set(kw) <= {'dampening','clip'}: return None
-    return _unwrap(f), *sorted((k,bool(v)) for k,v in kw.items())
+    return f, *sorted((k,bool(v)) for k,v in kw.items())
 
 class StepRow(NamedTuple):
     numbers:dict # By name
