@@ -171,16 +171,20 @@ def test_a_learner_that_cannot_be_traced(no_process_left):
 def test_limit_as_users_start(no_process_left):
     with pytest.raises(TimeoutError, match='longer than the time limit of 1 s.*fast=True'): learner().compile_for('colab', limit=1)
 
-def test_limit_names_the_line_where_the_model_stands(no_process_left):
+def sleeper():
+    "A Learner whose step takes forever to trace"
     class Sleeps(nn.Module):
         def forward(self, x): time.sleep(99)
     learn = learner()
     learn.model = nn.Sequential(Sleeps(), learn.model)
-    with pytest.raises(TimeoutError, match=r'(?s)tracing train took longer.*test_tpu_compile.py", line \d+ in forward'): learn.compile_for('colab', limit=12)
+    return learn
+
+def test_limit_names_the_line_where_the_model_stands(no_process_left):
+    with pytest.raises(TimeoutError, match=r'(?s)tracing train took longer.*test_tpu_compile.py", line \d+ in forward'): sleeper().compile_for('colab', limit=12)
 
 def test_ctrl_c_as_users_start(no_process_left):
     threading.Timer(8, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt): learner().compile_for('colab')
+    with pytest.raises(KeyboardInterrupt): sleeper().compile_for('colab')
 
 full = """
 import sys
