@@ -69,6 +69,7 @@ from .virtual_cores.rehearsal import *
 from .virtual_cores.use import *
 from .launch.carry import *
 from .launch.wire import *
+from .launch.settle import *
 from .launch.replica import *
 from .launch.crew import *
 from .launch.pool import *

@@ -27,11 +27,12 @@ def _state():
 def pack_run(
     fn, # Called as `fn(rank, *args)`
     args:tuple,
-    run_id:int=0 # Its number
+    run_id:int=0, # Its number
+    share:bool=True, # Put large CPU memory into shared memory, and send its name?
 ):
     "The `Run` that has a process call `fn(rank, *args)`, and what must live until it has"
     settings,patches = _state()
-    try: call,kept = dumps((fn, args, [v for _,_,v in patches]), share=True)
+    try: call,kept = dumps((fn, args, [v for _,_,v in patches]), share=share)
     except Exception as e: raise unpicklable_error(e, fn=fn, args=args) from None
     modules = [o for o in sys.modules if o.split('.')[0] in ('fastai','fastai_xla')]
     sources = {k: v for k,v in linecache.cache.items() if len(v)==4 and not os.path.exists(k)}

@@ -8,16 +8,17 @@ Docs: https://fastai-xla.github.io/fastai_xla/launch.replica.html.md"""
 __all__ = ['this_process', 'post', 'stop_requested']
 
 # %% ../../nbs/560_launch.replica.ipynb #imports
-import atexit, gc, importlib, linecache, multiprocessing, os, pickle, queue, signal, sys, threading, time, traceback
+import atexit, gc, multiprocessing, os, pickle, queue, signal, sys, threading, time, traceback
 from contextlib import suppress
-from functools import partial, wraps
+from functools import partial
 from ..runtime.device import device_kind, start_error, torch_xla, xla_device, xm, xr
-from ..runtime.users import apply_settings, of_fastcore, users_modules
+from ..runtime.users import users_modules
 from ..patches.registry import Loans
 from ..virtual_cores.replicas import lend_fork, run_on_devices
 from ..virtual_cores.processes import take_part
-from .carry import arrival, Arrival, dumps, loads
+from .carry import arrival, Arrival, dumps
 from .wire import Asked, Failed, Hello, Hold, Idle, Left, Posted, Printed, Result, StopAt, unpicklable_error
+from .settle import keep_imported, settle_in, unpack_call
 
 # %% ../../nbs/560_launch.replica.ipynb #vote
 class StopVote:
@@ -99,10 +100,8 @@ def stop_requested():
 def _run(call):
     "One replica's part of a run: call the function and send what it returned or raised"
     p,_here.rank = _process,xr.global_ordinal()
-    arrival.now = Arrival(_here.rank==0)
     try:
-        fn,args,arrival.now.patches = loads(call)
-        Arrival.patches = arrival.now.patches
+        fn,args = unpack_call(call, _here.rank==0)
         res = fn(_here.rank, *args)
         torch_xla.sync()
         try: res = dumps(res)[0]
@@ -130,42 +129,11 @@ def _forget_edited():
             read = os.stat(m.__file__).st_mtime_ns
             if _read.setdefault(m.__name__, read)!=read: del sys.modules[m.__name__],_read[m.__name__]
 
-def _of_replica(i, v):
-    "What stands in a library for the notebook's patch `i`, which is like `v`: each replica calls its own copy, with its classes and globals"
-    mine = lambda: (arrival.now or Arrival).patches[i]
-    def calls(f, find): return f and wraps(f)(lambda *args, **kwargs: find()(*args, **kwargs))
-    if isinstance(v, property): return property(*[calls(getattr(v, o), lambda o=o: getattr(mine(), o)) for o in ('fget','fset','fdel')])
-    if isinstance(v, (staticmethod,classmethod)): return type(v)(calls(v.__func__, lambda: mine().__func__))
-    return type(v)(calls(v.f, lambda: mine().f)) if of_fastcore(v) else calls(v, mine)
-
-def _take_state(state, loans):
-    "Have here what the notebook has set and patched in libraries"
-    arrival.now = Arrival(False)
-    try: settings,patches = loads(state)
-    finally: arrival.now = None
-    for i,(owner,name,v) in enumerate(patches): loans.put(owner, name, _of_replica(i, v))
-    apply_settings(settings)
-
-def _import(modules):
-    "Import `modules`, whose objects the garbage collector need not look at, now or later: that took a fifth of the time"
-    if all(o in sys.modules for o in modules): return
-    gc.disable()
-    try: [importlib.import_module(o) for o in modules]
-    finally: _keep_imported()
-
-def _keep_imported():
-    gc.freeze()
-    gc.enable()
-
 def _take(replicate, run):
     "Do one `Run` on the replicas of this process"
     _forget_edited()
-    os.chdir(run.folder)
-    sys.path[:] = run.path
-    linecache.cache.update(run.sources)
-    _import(run.modules)
     with Loans() as loans:
-        if run.state: _take_state(run.state, loans)
+        settle_in(run, loans)
         replicate(partial(_run, run.call))
     Arrival.patches = ()
     _forget_edited()
@@ -224,7 +192,7 @@ def _leave():
 def _serve(conn, parent, i, n_procs, n):
     "The life of process `i` of a pool of `n` cores"
     global _process
-    _keep_imported()
+    keep_imported()
     os.set_inheritable(conn.fileno(), False)
     multiprocessing.set_start_method('fork', force=True)
     signal.signal(signal.SIGTERM, signal.SIG_IGN) # the parent says when to stop
