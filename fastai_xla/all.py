@@ -117,7 +117,11 @@ from .monitor.hlo import *
 from .monitor.libtpu import *
 from .monitor.report import *
 from .monitor.runs import *
+from .monitor.guard import *
+from .monitor.noter import *
 from .monitor.trace import *
+from .monitor.step_report import *
+from .monitor.compiled import *
 from .monitor.compile import *
 from .monitor.nan_guard import *
 from .monitor.rates import *

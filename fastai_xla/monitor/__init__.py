@@ -7,7 +7,11 @@ from .hlo import *
 from .libtpu import *
 from .report import *
 from .runs import *
+from .guard import *
+from .noter import *
 from .trace import *
+from .step_report import *
+from .compiled import *
 from .compile import *
 from .nan_guard import *
 from .rates import *

@@ -141,6 +141,7 @@ class TPUCompiler:
 
 # %% ../../nbs/900_monitor.libtpu.ipynb #cache
 _kept = 200 # Programs in a folder; the oldest go first
+_suffix = '.tpu_program'
 
 class CompiledPrograms:
     "What the TPU's compiler answered, in a folder"
@@ -174,15 +175,15 @@ class CompiledPrograms:
         self._keep(key, *res)
         return res
     def _read(self, key):
-        try: facts,code = zlib.decompress((self.folder/key).read_bytes()).split(b'\n', 1)
+        try: facts,code = zlib.decompress((self.folder/f'{key}{_suffix}').read_bytes()).split(b'\n', 1)
         except (OSError, zlib.error, ValueError): return
         return json.loads(facts),code
 
     def _keep(self, key, facts, code):
-        tmp = self.folder/f'{key}.{os.getpid()}'
+        tmp = self.folder/f'{key}.{os.getpid()}{_suffix}'
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             tmp.write_bytes(zlib.compress(json.dumps(facts).encode()+b'\n'+code))
-            tmp.rename(self.folder/key)
-            for o in sorted(self.folder.iterdir(), key=lambda o: o.stat().st_mtime)[:-_kept]: o.unlink(missing_ok=True)
+            tmp.rename(self.folder/f'{key}{_suffix}')
+            for o in sorted(self.folder.glob(f'*{_suffix}'), key=lambda o: o.stat().st_mtime)[:-_kept]: o.unlink(missing_ok=True)
         except OSError: return

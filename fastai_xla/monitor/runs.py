@@ -22,7 +22,7 @@ class ProgramRun(NamedTuple):
 
 _hash = re.compile(r'(Compilation|Execution) Analysis:   Graph Hash: (\w+)')
 _frame = re.compile(r'\w+ Analysis:   (\S+) \((.*:\d+)\)$')
-_between = re.compile('/torch_xla/|/fastai_xla/(monitor|patches)/') # where no user asks for a program
+_between = re.compile('/torch_xla/|/fastai_xla/(data|monitor|patches|virtual_cores)/') # where no user asks for a program
 
 class ProgramLog:
     "What a process compiles and runs"
