@@ -32,7 +32,7 @@ _not_for_child = 'CPU_NUM_','PJRT_','PT_XLA_DEBUG','TORCHELASTIC_','XLA_PERSISTE
 @contextmanager
 def _child(folder):
     env = {k: v for k,v in os.environ.items() if not k.startswith(_not_for_child)}
-    env.update(PJRT_DEVICE='CPU', OMP_NUM_THREADS='1')
+    env.update(PJRT_DEVICE='CPU', OMP_NUM_THREADS='1', CUDA_VISIBLE_DEVICES='')
     code = f'import sys; sys.path[:] = {sys.path!r}; from fastai_xla.monitor.trace import run_job; run_job({str(folder)!r})'
     with (folder/'said.txt').open('w') as f:
         p = subprocess.Popen([sys.executable, '-c', code], env=env, stdin=subprocess.DEVNULL, stdout=f, stderr=subprocess.STDOUT, start_new_session=True)

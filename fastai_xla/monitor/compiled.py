@@ -48,6 +48,9 @@ def check_train(
         raise TypeError(f"The training DataLoader has no length, which fastai's loop needs: give its dataset, a {type(dl.dataset).__name__}, a `__len__`.")
     if n==0: raise ValueError(f"The training DataLoader has no batches, and a step needs one: {getattr(dl, 'n', None)} samples with "
         f"bs={getattr(dl, 'bs', None)} and drop_last={getattr(dl, 'drop_last', False)}. Give it more samples, a smaller `bs` or `drop_last=False`.")
+    gpus = {str(p.device) for p in learn.model.parameters()} - {'cpu','meta'}
+    if any(not o.startswith('xla') for o in gpus):
+        raise ValueError(f"The model is on {', '.join(sorted(gpus))}, and the process that compiles has no GPU: call `move_learner(learn, 'cpu')` first.")
     if not any(p.requires_grad for p in learn.model.parameters()):
         raise ValueError("No parameter of the model requires a gradient, so there is no training step: unfreeze some, by `learn.unfreeze()` "
             "or `requires_grad_()`.")
