@@ -89,7 +89,8 @@ def _first(p, n):
 def _picks(first, n):
     "For each tile a matrix that picks of `n` pixels those of its windows"
     i = torch.arange(_size*_per_side, device=first.device, dtype=torch.int32)
-    return ((first.int()[...,None] + i//_per_side + i%_per_side*_step)[...,None]==torch.arange(n, device=first.device, dtype=torch.int32)).float()
+    ahead = torch.arange(n, device=first.device, dtype=torch.float32) - (i//_per_side + i%_per_side*_step)[:,None]
+    return (ahead==first[...,None,None]).float() # in this order, or each number is computed from whole ones
 
 def _tile_windows(x, rows, cols):
     "Of the images `x` the windows of each tile: (N*tiles,C,pixels of a window,windows)"
@@ -99,46 +100,60 @@ def _tile_windows(x, rows, cols):
     return res.permute(0,1,2,4,3,5).reshape(n*t, c, _size**2, _per_side**2)
 
 def _in_tiles(x, px, py, pieces):
-    "The pixels of the images `x` at `px` and `py`, (N,tiles,C,pixels), and whether one of an image's tiles looks too far"
+    "The pixels of the images `x` at `px` and `py`, (N,tiles,C,pixels), and whether each tile looks too far"
     n,c,h,w = x.shape
     (y,py,far_y),(x0,px,far_x) = _first(py, h),_first(px, w)
     rows,cols = _picks(y, h),_picks(x0, w)
     windows = torch.cat([_tile_windows(o, rows, cols) for o in bf16_pieces(x, pieces)], 3).flatten(1, 2)
     fy,fx = [p.flatten(0, 1)[:,None] for p in (py,px)]
     iy,ix = [(p/_step).floor().clamp(0, _per_side-1) for p in (fy,fx)]
-    i = torch.arange(pieces*_per_side**2, device=x.device, dtype=torch.int32)[:,None]%_per_side**2
-    picked = torch.einsum('nmk,nkp->nmp', windows, (i==(iy*_per_side+ix).int()).float())
-    m = torch.arange(c*_size**2, device=x.device, dtype=torch.int32)[:,None]
-    fy,fx = [o.expand(-1, len(m), -1) for o in (fy-iy*_step, fx-ix*_step)] # for each channel, or XLA would store the weights
-    of_channel = (torch.arange(c, device=x.device, dtype=torch.int32)[:,None]==m[:,0]//_size**2).float()
-    res = _precise_product(of_channel, picked*(_tent(fy, m//_size%_size)*_tent(fx, m%_size)))
-    return res.reshape(n, -1, *res.shape[1:]),(far_y|far_x).any(1)
+    i = torch.arange(pieces*_per_side**2, device=x.device, dtype=torch.float32)[:,None]%_per_side**2
+    picked = torch.einsum('nmk,nkp->nmp', windows, (i==iy*_per_side+ix).float())
+    m = torch.arange(_size**2, device=x.device, dtype=torch.int32)[:,None]
+    picked = picked.unflatten(1, (c,-1))*(_tent(fy-iy*_step, m//_size)*_tent(fx-ix*_step, m%_size))[:,None]
+    i = torch.arange(c, device=x.device, dtype=torch.int32)
+    res = _precise_product((i[:,None]==i.repeat_interleave(_size**2)).float(), picked.flatten(1, 2))
+    return res.reshape(n, -1, *res.shape[1:]),far_y|far_x
 
 # %% ../../nbs/145_patches.tiles.ipynb #far
-def _whole(*args): return _sampled_by_products(*args).transpose(1, 2)
+def _whole(*args): return _sampled_by_products(*args)[:,:,0]
 
-def _at(o, i):
-    "Of the operator `o` the part `i` of its first dim"
-    sizes = list(o.shape().sizes)
-    return o.dynamic_slice([i]+[i.zeros_like()]*(len(sizes)-1), [1,*sizes[1:]])
+def _number(op, v):
+    from torch_xla.core import xla_builder as xb
+    return xb.Op.scalar(op.builder(), v, dtype=xb.Type.S32)
+
+def _greatest(op):
+    "The greatest number in the operator `op`"
+    from torch_xla.core import xla_builder as xb
+    shapes = [xb.Shape.create(xb.Type.S32, ())]*2
+    return op.reduce_all(_number(op, 0), xb.create_computation('greatest', lambda a,b: a.max(b), shapes))
+
+def _at(op, *idxs):
+    "Of the operator `op` the part at `idxs` of its first dims"
+    sizes = list(op.shape().sizes)[len(idxs):]
+    return op.dynamic_slice([*idxs, *[_number(op, 0)]*len(sizes)], [1]*len(idxs)+sizes)
+
+def _put(op, part, *idxs):
+    "The operator `op` with `part` at `idxs` of its first dims"
+    sizes = list(op.shape().sizes)[len(idxs):]
+    return op.dynamic_update_slice(part.reshape([1]*len(idxs)+sizes), [*idxs, *[_number(op, 0)]*len(sizes)])
 
 def _made_again(res, far, x, px, py, pieces):
-    "`res` with the images that are `far` sampled by products over all of `x`"
+    "`res` with the tiles that are `far` sampled by products over all of their images, which are `x`"
     from torch_xla.core import xla_builder as xb
-    i = torch.arange(len(x), device=x.device, dtype=torch.int32)
-    before = ((i[:,None]<i) & far[:,None]).sum(0, dtype=torch.int32)
-    order = (((before[:,None]==i) & far[:,None])*i[:,None]).sum(0, dtype=torch.int32)
-    computation,ids,held = _traced(_whole, tuple((1,*o.shape[1:]) for o in (x,px,py)), _here(x), 'default', pieces)
-    ts = [torch.zeros_like(i[0]), far.sum(dtype=torch.int32), order, res, x, px, py, *held.values()]
-    def more(turn, n, *_): return turn<n
-    def again(turn, n, order, res, *rest):
-        i = _at(order, turn).reshape([])
-        one = xb.Op.call(computation, _by_id(ids, held, [*[_at(o, i) for o in rest[:3]],*rest[3:]])).get_tuple_element(0)
-        res = res.dynamic_update_slice(one, [i]+[i.zeros_like()]*3)
-        return turn+xb.Op.scalar(turn.builder(), 1, dtype=xb.Type.S32),n,order,res,*rest
+    n,t = far.shape
+    left = far.int()*torch.arange(1, n*t+1, device=x.device, dtype=torch.int32).reshape(n, t) # of tiles, from 1 on
+    computation,ids,held = _traced(_whole, ((1,*x.shape[1:]),*[(1,1,px.shape[2])]*2), _here(x), 'default', pieces)
+    ts = [left, res, x, px, py, *held.values()]
+    def more(left, *_): return _greatest(left)>_number(left, 0)
+    def again(left, res, x, px, py, *rest):
+        k = _greatest(left)-_number(left, 1)
+        at = k/_number(k, t),k%_number(k, t)
+        one = xb.Op.call(computation, _by_id(ids, held, [_at(x, at[0]), _at(px, *at), _at(py, *at), *rest])).get_tuple_element(0)
+        return _put(left, _number(k, 0), *at),_put(res, one, *at),x,px,py,*rest
     builder = xb.create_builder('far')
     loop = xb.Op.mkwhile([xb.mkparam(builder, k, xb.tensor_shape(t)) for k,t in enumerate(ts)], more, again)
-    return torch_xla._XLAC._xla_user_computation('xla::far', ts, loop.build('far'))[3]
+    return torch_xla._XLAC._xla_user_computation('xla::far', ts, loop.build('far'))[1]
 
 # %% ../../nbs/145_patches.tiles.ipynb #sampled
 def suits_tiles(
@@ -166,7 +181,7 @@ def sampled_by_tiles(
     if div: x = (x*div).round()
     px,py = [source_pixel(grid[...,i], n, padding_mode, align_corners) for i,n in enumerate((x.shape[3],x.shape[2]))]
     if padding_mode=='zeros': px,py = px.clamp(-1, x.shape[3]),py.clamp(-1, x.shape[2])
-    n = max(1, 256//px.shape[1])
+    n = len(x) if len(x)*px.shape[1]<=256 else max(1, 128//px.shape[1])
     with torch.autocast('xla', enabled=False):
         res,far = zip(*[_in_tiles(*o, pieces) for o in zip(x.split(n), px.split(n), py.split(n))])
         res = from_tiles(_made_again(torch.cat(res), torch.cat(far), x, px, py, pieces), h, w)
