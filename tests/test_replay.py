@@ -2,7 +2,6 @@
 import os, random, re, signal, sys, tempfile
 from itertools import count, cycle
 from copy import deepcopy
-from queue import SimpleQueue
 import numpy as np, pytest
 from synth import *
 from fastai.callback.fp16 import MixedPrecision
@@ -66,7 +65,7 @@ class Calls(Callback):
         sys.setprofile(None)
         self.steps.append(self.n)
         self.n = 0
-        if len(self.steps)<40: sys.setprofile(self.count)
+        if 10<=len(self.steps)<40: sys.setprofile(self.count) # not while steps are traced: what they call is recorded
 
 def calls_of_a_step(cbs=()):
     "Of a step that is run again, the median"
@@ -81,7 +80,7 @@ def test_python_of_a_step(monkeypatch):
     n = calls_of_a_step()
     monkeypatch.setattr('fastai_xla.train.on_device.lend_loop', lambda learn, loans: None)
     own_loop = calls_of_a_step()
-    assert n<=640 and own_loop>n+100, (n, own_loop)
+    assert n<=690 and own_loop>n+100, (n, own_loop)
 
 def test_a_step_costs_one_execution():
     "No compilation, no read, one program, and the state in the memory that it had"
@@ -297,7 +296,6 @@ def test_checked_again(monkeypatch):
     with learn.no_bar(),learn.no_logging(): learn.fit(1, 1e-2)
     eq((learn.replay.n_replayed, learn.replay.n_traced, len(looks)), (32,8,4)) # 2 traced, then 5 and 1 in turn
 
-late,kept = SimpleQueue(),SimpleQueue()
 def test_tta():
     "Each of its passes is a loop of its own, whose batches are run again"
     got = []
@@ -317,16 +315,17 @@ class KeepsLate(nn.Module):
     def __init__(self): super().__init__(); self.layer = nn.Linear(8, 3)
     def forward(self, x):
         res = self.layer(x)
-        if self.training: late.put(0) if late.qsize()<2 else kept.put(res)
+        if self.training: torch.late.append(None if len(torch.late)<2 else res)
         return res*2
 
-def test_keeps_what_it_computes_later():
+def test_keeps_what_it_computes_later(monkeypatch):
     "A step that has left more than the one before is looked at, whichever it is"
+    monkeypatch.setattr(torch, 'late', [], raising=False) # what a library has for itself is not looked at
     learn = learner(KeepsLate, n=160).to_tpu()
     learn.replay.check_every = 5
     with learn.no_bar(),learn.no_logging(): learn.fit(1, 1e-2)
     assert 'something keeps a tensor that a step computes' in learn.replay.why
-    eq((learn.replay.n_replayed, learn.replay.n_traced, kept.qsize()), (5,15,13))
+    eq((learn.replay.n_replayed, learn.replay.n_traced, len(torch.late)), (5,15,15))
 
 def test_a_callback_sees_the_batch():
     "Of a callback that says that it changes nothing: predictions and loss are those of the batch"
@@ -437,7 +436,7 @@ own_random = dict(python=lambda: random.Random(1), numpy=lambda: np.random.defau
 @pytest.mark.parametrize('rng', own_random.values(), ids=own_random)
 def test_random_numbers_of_a_models_own(rng):
     learn = both(lambda: learner(lambda: OwnRandom(rng())))
-    assert learn.replay.n_replayed==0 and 'a step changes the model.rng' in repr(learn.replay), learn.replay
+    assert learn.replay.n_replayed==0 and ('a step changes the model.rng' in repr(learn.replay) or 'the model.rng holds' in repr(learn.replay)), learn.replay
 
 class Growing:
     "Samples that get longer"
@@ -501,7 +500,7 @@ refused = dict(reads_param=(lambda: learner(ReadsParam), 'a step reads the devic
     gradients=(lambda: learner(cbs=EditGrads()), 'EditGrads has `before_step`'), freezes=(lambda: learner(cbs=Freezes()), 'Freezes has `before_batch`'),
     swaps=(lambda: learner(cbs=Swaps()), 'Swaps has `before_batch`'),
     own_step=(lambda: learner(opt_func=lambda ps, **kw: Own(ps, [], lr=.01)), 'the step of Own is not one operation on the device'),
-    iterations=(with_iter_loss, 'with_iter_loss.<locals>.<lambda> reads `train_iter`, which is another in each step'),
+    iterations=(with_iter_loss, 'which with_iter_loss.<locals>.<lambda> names, is a Learner, whose `train_iter` may be another in each step'),
     growing=(growing, 'no step is like the one before: the first of its kind'),
     reassigns=(lambda: learner(Reassigns), 'each step makes a new `mean`'),
     larc=(lambda: learner(opt_func=Larc), 'each step makes a new `local_lr`'),

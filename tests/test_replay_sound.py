@@ -1,6 +1,9 @@
 "Programs of which only a part is in the graph: whatever a step looks at or keeps on the host, it ends as when every step is traced"
-import argparse
+import argparse, os, sys, time
 from collections import OrderedDict
+from copy import deepcopy
+from itertools import count
+from pathlib import Path
 from types import MethodType
 import numpy as np, pytest
 from synth import *
@@ -291,7 +294,7 @@ changed = dict(cfg=(cfg, 'count`'), namespace=(namespace, 'count`'), fastcore_li
     bound=(lambda: learner(loss_func=Counter().loss), 'a Counter'), base=(lambda: learner(Derived), '`N`'), property=(lambda: learner(Property), '`N`'), layer=(layer, '0.func'),
     forward=(forward_of_an_instance, 'the model.forward'), function=(lambda: learner(UsesFn), '`Fn`'), array=(lambda: learner(lambda: Holds(np.zeros(65), first_of)), 'the model.c'),
     list=(lambda: learner(lambda: Holds([0]*33, first_of)), 'the model.c'), nested=(lambda: learner(lambda: Holds({'a': {'b': {'n': 0}}}, deep_in)), 'the model.c'),
-    getattr=(by_getattr, 'reads `train_iter`'), object=(by_object, 'reads `train_iter`'), optimizer=(by_optimizer, 'l`'), prints=(prints, 'uses `print`'))
+    getattr=(by_getattr, 'whose `train_iter`'), object=(by_object, 'whose `train_iter`'), optimizer=(by_optimizer, 'l`'), prints=(prints, 'calls `print`'))
 
 @pytest.mark.parametrize('name', changed)
 def test_changed_by_a_step(name): check(*changed[name])
@@ -341,3 +344,210 @@ def test_a_large_constant_is_the_same():
         loss.w = teacher
         return learner(loss_func=loss)
     check(make)
+
+# ---- what is looked at between steps, as users' schedules change it
+
+def ticks(f):
+    "A fit that calls `f(learn, k)` before each step"
+    def fit(learn):
+        k = count()
+        def lr(pct):
+            f(learn, next(k))
+            return 1e-2
+        learn.fit(2, 1e-2, cbs=ParamScheduler({'lr': lr}))
+    return fit
+
+def at(n, f): return ticks(lambda learn, k: f(learn) if k==n else None)
+
+class Scaled(nn.Module):
+    by,scale = 1.,1
+    def __init__(self, scale=1):
+        super().__init__()
+        Scaled.by,self.net,self.scale = 1.,mlp(),scale
+    def forward(self, x):
+        by = self.scale[0] if isinstance(self.scale, (list,torch.Tensor)) else self.scale
+        return self.net(x)*(2 if by is True else 3 if isinstance(by, float) and np.signbit(by) else .5 if isinstance(by, float) else 1)*self.by*float(by or 1)
+
+class Slots(Scaled):
+    __slots__ = 'n'
+    def __init__(self): super().__init__(); self.n = 1.
+    def forward(self, x): return super().forward(x)*self.n
+class Crops(Scaled):
+    def __init__(self): super().__init__(); self.crop = slice(0, 3)
+    def forward(self, x): return super().forward(F.pad(x[:,self.crop], (0, 8-self.crop.stop)))
+
+W = {}
+class OfDevice(Scaled):
+    "Its scale is on the device, and no part of it"
+    def __init__(self): super().__init__(); W.clear()
+    def forward(self, x):
+        if not W: W['w'] = torch.ones(1, device=x.device)
+        return self.net(x)*W['w']
+
+def rebind(learn): W['w'] = torch.full((1,), 2., device=W['w'].device)
+def put(k, v): return lambda learn: setattr(learn.model, k, v)
+def tenth(learn, k): learn.model.crop = slice(0, 3+k//5%3)
+def new_scale(learn, k):
+    if k%4==3: learn.model.register_parameter('noise', nn.Parameter(torch.full((1,), float(k), device=learn.model.net[0].weight.device), requires_grad=False))
+class Noisy(Scaled):
+    def __init__(self): super().__init__(); self.noise = nn.Parameter(torch.ones(1), requires_grad=False)
+    def forward(self, x): return self.net(x)*self.noise
+
+between = dict(class_attribute=(Scaled, at(12, lambda l: setattr(Scaled, 'by', 2.))), whole=(Scaled, at(12, put('scale', True))), float=(Scaled, at(12, put('scale', 1.))),
+    zero=(partial(Scaled, 0.), at(12, put('scale', -0.))), on_host=(lambda: Scaled(torch.ones(1)), at(12, lambda l: l.model.scale.fill_(2))), slot=(Slots, at(12, put('n', 2.))),
+    ids=(Crops, ticks(tenth)), frozen=(Noisy, ticks(new_scale)), rebound=(OfDevice, at(12, rebind)), in_place=(OfDevice, at(12, lambda l: W['w'].mul_(2))),
+    data=(OfDevice, at(12, lambda l: W['w'].data.mul_(2))), weight_hook=(mlp, at(12, lambda l: l.model[0].weight.register_hook(lambda g: g*2))))
+
+@pytest.mark.parametrize('name', between)
+def test_changed_before_a_step(name):
+    model,fit = between[name]
+    _,want = outcome(lambda: learner(model), False, fit, lambda l: None)
+    learn,got = outcome(lambda: learner(model), True, fit, lambda l: None)
+    for a,b in zip(got, want): assert is_same(a, b), learn.replay
+    assert learn.replay.n_replayed>9, learn.replay
+
+def test_hooks_and_methods_of_all_modules():
+    for put_in in (lambda: nn.modules.module.register_module_forward_hook(lambda m, i, o: o*2 if isinstance(m, nn.ReLU) else o).remove, patched_relu):
+        undo = []
+        fit = at(12, lambda l: undo.append(put_in()))
+        def go(learn):
+            try: fit(learn)
+            finally: undo.pop()()
+        check(learner, None if put_in is patched_relu else 'has the hook', fit=go)
+
+def patched_relu():
+    stock = nn.ReLU.forward
+    nn.ReLU.forward = lambda self, x: F.leaky_relu(x, .3)
+    return partial(setattr, nn.ReLU, 'forward', stock)
+
+LIB = """
+n,scale = [0],1.
+def counted(x):
+    n[0] += 1
+    return x*(1+n[0]//10)
+def scaled(x): return x*scale
+class Counter:
+    __slots__ = 'n'
+    def __init__(self): self.n = 0
+    def __call__(self, x): self.n += 1; return x*(1+self.n//10)
+"""
+
+def test_libraries_that_are_not_known(tmp_path, monkeypatch):
+    "Their code is looked at as the user's is"
+    (tmp_path/'site-packages').mkdir()
+    (tmp_path/'site-packages'/'some_lib.py').write_text(LIB)
+    monkeypatch.syspath_prepend(tmp_path/'site-packages')
+    import some_lib
+    def fresh(f):
+        def make():
+            some_lib.n[0],some_lib.scale = 0,1.
+            return learner(loss_func=f() if isinstance(f, type) else lambda p,y: F.cross_entropy(f(p), y))
+        return make
+    check(fresh(some_lib.counted), 'a step changes')
+    check(fresh(some_lib.scaled), fit=at(12, lambda l: setattr(some_lib, 'scale', 2.)))
+    class Holds:
+        def __init__(self): self.c = some_lib.Counter()
+        def __call__(self, p, y): return F.cross_entropy(self.c(p), y)
+    check(fresh(Holds), 'a step changes')
+
+class Asks:
+    def __init__(self, f): self.f = f
+    def __call__(self, p, y): return F.cross_entropy(p*(1 if self.f() else 2), y)
+
+def no_file(): return not Path('nothing at all').exists()
+def environment(): return os.getenv('nothing at all') is None
+def clock(): return time.time()>0
+def imports():
+    from test_replay_sound import N
+    N[0] += 1
+    return N[0]<10
+def pops(): return [True]*12+[False]*999
+asked = dict(file=(lambda: Asks(no_file), 'no_file calls `stat`'), environment=(lambda: Asks(environment), 'names `os`'), clock=(lambda: Asks(clock), 'names `time`'),
+    imports=(lambda: N.__setitem__(0, 0) or Asks(imports), 'a step changes'), pop=(lambda: Asks(pops().pop), 'a step changes'), iterator=(lambda: Asks(iter(pops()).__next__), 'nobody can look into'))
+
+@pytest.mark.parametrize('name', asked)
+def test_asks_the_world(name):
+    loss,why = asked[name]
+    check(lambda: learner(loss_func=loss()), why)
+
+class Counted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): return x.clone()
+    @staticmethod
+    def backward(ctx, g): N[0] += 1; return g*scale(N[0])
+reverse = Counted.apply
+class Reverses(Scaled):
+    def __init__(self): super().__init__(); N[0] = 0
+    def forward(self, x): return self.net(reverse(x*self.net[0].weight.sum()))
+
+def test_autograds_functions_by_another_name(): check(lambda: learner(Reverses), '`N`, which Counted.backward names')
+
+class Bound:
+    def __init__(self): self.n = 0
+    def right(self, p, y): self.n += 1; return (p.argmax(1)==y).float().mean()*(1+self.n//3)
+
+def test_a_metric_that_is_a_method():
+    b = []
+    def make():
+        b[:] = [Bound()]
+        return learner(metrics=AvgMetric(b[0].right))
+    check(make, 'a Bound', lambda l: b[0].n)
+
+class Noise(Callback):
+    replayable = True
+    def before_batch(self): self.learn.xb = (self.x+.1*torch.randn_like(self.x),)
+class NoiseAfter(Callback):
+    replayable,order,run_valid = True,200,False
+    def after_batch(self): self.drawn = torch.rand(3, device=self.x.device)
+
+@pytest.mark.parametrize('cb', [Noise, NoiseAfter])
+def test_drawn_beside_a_step(cb): check(lambda: learner(partial(mlp, partial(nn.Dropout, .3)), cbs=cb()))
+
+class Teacher(Callback):
+    "A copy of the model, which it becomes at times"
+    replayable = True
+    def __init__(self, become): self.become = become
+    def before_fit(self):
+        self.teacher = deepcopy(self.model).requires_grad_(False)
+        self.learn.loss_func = self.loss
+    def loss(self, p, y):
+        with torch.no_grad(): t = self.teacher(self.learn.x)
+        return F.cross_entropy(p, y)+F.mse_loss(p, t)
+    def after_batch(self):
+        if self.training and self.train_iter%7==0: self.become(self.teacher, self.model)
+
+@torch.no_grad()
+def half_way(t, m):
+    for a,b in zip(t.parameters(), m.parameters()): a.mul_(.5).add_(b, alpha=.5)
+
+@pytest.mark.parametrize('become', [half_way, lambda t, m: t.load_state_dict(m.state_dict())], ids=['half_way','load'])
+def test_a_teacher(become):
+    "What it is made of is no part of the model; where it has the model's memory, no step gives that away"
+    check(lambda: learner(cbs=Teacher(become)), look=lambda l: dict(l.teacher.teacher.state_dict()))
+
+def test_under_a_profiler():
+    "Who profiles sees steps that are traced, as nobody else can see what they call"
+    def fit(learn):
+        sys.setprofile(lambda *args: None)
+        try: learn.fit(1, 1e-2)
+        finally: sys.setprofile(None)
+    check(learner, 'a profiler is at work', fit=fit)
+
+class Odd:
+    "Says that it equals nothing"
+    __hash__,__eq__ = None,lambda self, o: False
+
+@pytest.mark.parametrize('v', [np.void(b'abc'), Odd(), {'a': Odd()}, np.float32(1), [1.,float('nan')]], ids=str)
+def test_odd_values(v):
+    "They do not stop a training"
+    class Has(Scaled):
+        def __init__(self): super().__init__(); self.odd = v
+    check(lambda: learner(Has))
+
+def test_a_loss_that_is_a_module_and_notes_its_parts():
+    class Parts(nn.Module):
+        def forward(self, p, y):
+            res = F.cross_entropy(p, y)
+            self.logs = {'ce': res.detach()}
+            return res
+    check(lambda: learner(loss_func=Parts()), look=lambda l: l.loss_func.logs)

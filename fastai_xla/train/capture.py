@@ -6,7 +6,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/train.capture.html.md"""
 
 # %% auto #0
 __all__ = ['pending', 'n_pending', 'xla_tensors', 'tensors_in', 'shell_of', 'filled', 'tensor_id', 'node_id', 'in_graphs',
-           'StepProgram', 'StepTracer', 'StepCapture', 'shape_of', 'StepGiven', 'StepLeft', 'StepPlan']
+           'data_ids', 'StepProgram', 'StepTracer', 'StepCapture', 'shape_of', 'StepGiven', 'StepLeft', 'StepPlan']
 
 # %% ../../nbs/440_train.capture.ipynb #imports
 import threading
@@ -79,10 +79,12 @@ def in_graphs(
     "Is one of `ts` in a graph since it was computed?"
     return ',' in ''.join(map(_lib()._unique_id_for_ir_and_data, ts))
 
-def _data_ids(t):
-    "The numbers of the data of `t`, which aliases share: until now, and, where to ask for it gives it another, from now on"
+def data_ids(
+    t, # XLA tensor
+):
+    "The numbers of the data of `t`, which aliases share: until now, and, where to ask for it gives it another, from now on; none if its memory was given to another"
     try: ids,values = _lib()._get_tensors_xla_device_data_node([t])
-    except RuntimeError: return () # its memory was given to another
+    except RuntimeError: return ()
     return ids[0],tensor_id(values[0])
 
 def _same(a, b):
@@ -118,7 +120,7 @@ class StepTracer:
     def __init__(self,
         device, # XLA device
     ):
-        self.device,self.n_ops = str(device),None
+        self.device,self.n_ops,self.base = str(device),None,None
         self.real = [] if xr.is_spmd() else _lib()._xla_real_devices([self.device])
 
     def wait(self): _lib()._xla_wait_device_ops(self.real)
@@ -132,10 +134,10 @@ class StepTracer:
     def _begin_seed(self):
         "The seed of this step as a tensor; that of the next is counted as `torch_xla.sync` does"
         t,seed = self._seed()
-        self.next_seed = (1012031+seed*7012063)%2**64
+        self.next_seed,self.base = (1012031+(seed if self.base is None else self.base)*7012063)%2**64,None
         return t
 
-    def _slots(self, kind, ts): return {i: (kind,k) for k,t in enumerate(ts) for i in (tensor_id(t), *_data_ids(t))}
+    def _slots(self, kind, ts): return {i: (kind,k) for k,t in enumerate(ts) for i in (tensor_id(t), *data_ids(t))}
 
     def beside(self, f):
         "What `f()` returns; the random numbers of the next step stay what they are, whatever it runs"
@@ -190,9 +192,20 @@ class StepCapture(StepTracer):
         return res[0]
 
     def rest(self, sync, state=()):
-        "Run by `sync` what others have left, copies of `state` too, if there is any; the random numbers of the next step stay what they are"
+        "Run by `sync` what others have left, copies of `state` too, if there is any; the next step draws random numbers as if it was all one graph"
         old,self.n_ops = self.n_ops,n_ops()
-        if old!=self.n_ops and (n_pending(self.device) or in_graphs(state)): self.beside(sync)
+        if old==self.n_ops or not (n_pending(self.device) or in_graphs(state)): return
+        drawn = _lib()._xla_get_rng_seed(self.device) # where the others' draws have come to
+        _,seed = self._seed()
+        try: sync()
+        finally: _lib()._xla_set_rng_seed(drawn, self.device)
+        if drawn!=seed: self.base = seed
+
+    def part(self, state):
+        "Give each of `state` that others have used memory of its own, as who has copied it may have the same; not what is spread over cores"
+        if xr.is_spmd() or not in_graphs(state): return
+        for t in state:
+            if in_graphs([t]): t.data = t.clone()
 
     def run(self, program, state, given, numbers):
         "Run `program` again with what these are now; returns its other results"

@@ -8,28 +8,30 @@ Docs: https://fastai-xla.github.io/fastai_xla/train.parts.html.md"""
 __all__ = ['Gradients', 'HostParts', 'StepKind', 'ReplayParts', 'ValidParts']
 
 # %% ../../nbs/455_train.parts.ipynb #imports
-import torch
+import marshal, torch
 from itertools import chain
 from operator import attrgetter, itemgetter
 from fastai.callback.training import GradientAccumulation
 from fastai.optimizer import Lookahead
 from torch import nn
-from ..runtime.transfer import on_xla, tensors_of
+from ..runtime.transfer import on_xla
 from ..patches.registry import Loan
 from .move import learner_modules, opt_states, placed_tensors
 from .stand_ins import count_after, samples_of_step
 from .capture import filled, pending, shape_of, shell_of, StepLeft, tensor_id, tensors_in, xla_tensors
-from .look import HostLook, module_internals, plain_types
+from .look import CannotSee, HostLook, in_slots, module_internals, serial
 from .watch import HostWatch
-from .effects import step_owners
+from .effects import all_hooks, holders_of, step_owners
 
 # %% ../../nbs/455_train.parts.ipynb #kind
-def _ids(f): return [id(getattr(f, k, None)) for k in ('__self__','__func__')] if hasattr(f, '__func__') else [id(f)]
-
 def _batch_key(b):
     "Shapes and types of the tensors in a batch, and what else it has"
-    other = [o for o in b if not isinstance(o, torch.Tensor)]+[vars(t) for t in b if isinstance(t, torch.Tensor) and vars(t)]
-    return *map(shape_of, tensors_of(b)),*(HostLook()(o) for o in other)
+    ts = xla_tensors(b)
+    look = HostLook(given={*map(id, ts)})
+    other = [o for o in b if not (isinstance(o, torch.Tensor) and o.is_xla)]+[vars(t) for t in ts if vars(t)]
+    return *((type(t), t.shape, t.dtype, t.requires_grad) for t in ts),*map(look, other)
+
+def _torch_modes(): return torch.get_default_dtype(),torch.is_autocast_enabled('xla'),torch.get_autocast_dtype('xla')
 
 def _step_kind(opt):
     "What decides which of several programs the next step of `opt` is"
@@ -50,25 +52,34 @@ class Gradients:
         else: p.grad.data = t
 
 # %% ../../nbs/455_train.parts.ipynb #parts
-def _all_plain(vs): return plain_types.issuperset(map(type, vs))
+_numbers = {type(None),bool,int,float,complex,str,bytes}
+def _all_plain(vs): return _numbers.issuperset(map(type, vs))
 
 class HostParts:
     "The modules of a Learner and what can be seen of them and the user's code on the host"
+    training = True
     def __init__(self,
         learn, # A Learner
         watch, # A `HostWatch`, which knows the user's code
     ):
-        self.watch,self.mods = watch,list(dict.fromkeys(m for o in learner_modules(learn) for m in o.modules()))
-        self.known = {*map(id, self.mods)}
+        self.watch,self.mods,self.loss_func = watch,list(dict.fromkeys(m for o in learner_modules(learn) for m in o.modules())),learn.loss_func
+        self.params = [p for m in self.mods for p in m._parameters.values() if p is not None]
+        self.made = [o for m in self.mods for o in (m._modules, m._parameters, m._buffers)]
+        self.objects = self._objects()
+        self.ids,self.known = [*map(id, self.objects)],{*map(id, self.mods), *map(id, self.objects)}
+        self.generation = watch.same_objects(self.objects)
         self.dicts = [*map(vars, self.mods), *([] if isinstance(learn.loss_func, nn.Module) else [getattr(learn.loss_func, '__dict__', {})])]
+        self.slotted,self.holders = [m for m in self.mods if in_slots(m)],holders_of(learn, self.training)
         self._sort()
+
+    def _objects(self): return [*chain.from_iterable(map(dict.values, self.made)), self.loss_func, *dict.fromkeys(type(m).forward for m in self.mods)]
 
     def _sort(self):
         "Part the attributes of modules by how they are compared: plain values, flat lists and tuples of such, others"
-        own = [(d, k) for d in self.dicts for k,v in d.items() if k not in module_internals and not isinstance(v, (torch.Tensor,nn.Module,Loan))]
+        own = [(d, k) for d in self.dicts for k,v in d.items() if k not in module_internals and not isinstance(v, (nn.Module,Loan)) and not on_xla(v)]
         plain,self.flat,self.other = {},[],[]
         for d,k in own:
-            if type(d[k]) in plain_types: plain.setdefault(id(d), (d, []))[1].append(k)
+            if type(d[k]) in _numbers: plain.setdefault(id(d), (d, []))[1].append(k)
             elif type(d[k]) in (list,tuple) and _all_plain(d[k]): self.flat.append((d, k))
             else: self.other.append((d, k))
         self.plain = [(itemgetter(*ks, ks[0]), d) for d,ks in plain.values()]
@@ -77,24 +88,34 @@ class HostParts:
         "What the code of a step can see on the host; `TypeError` where an attribute is plain no more"
         plain,flat = [f(d) for f,d in self.plain],[tuple(d[k]) for d,k in self.flat]
         if not _all_plain(chain.from_iterable(plain+flat)): raise TypeError
-        look = [HostLook(self.watch.words, self.known)(d.get(k)) for d,k in self.other]
-        return *plain,*flat,*map(len, self.dicts),*look,*self.watch.values(self.known)
+        other = [*(d.get(k) for d,k in self.other), *map(in_slots, self.slotted)]
+        look = HostLook(self.watch.words, self.known, map(id, xla_tensors(other)), self.holders)
+        return marshal.dumps(plain+flat, 2),*map(len, self.dicts),*map(look, other),*self.watch.values(known=self.known, owners=self.holders)
+
+    def of_model(self):
+        "A number for what modules there are, their flags, and what else their code can see on the host"
+        if [*map(id, self._objects())]!=self.ids: return object() # others, which may be where those were
+        flags,hooks = map(attrgetter('training'), self.mods),[len(o) for o in self.hooks]
+        hooked = [p for p in self.params if p._backward_hooks or getattr(p, '_post_accumulate_grad_hooks', None)]
+        made = self.generation,*flags,*hooks,*map(attrgetter('requires_grad'), self.params),len(hooked)
+        try: return self.watch.number(made, self.seen())
+        except CannotSee: return object()
+        except (KeyError,TypeError): self._sort() # an attribute is gone, or is plain no more
+        try: return self.watch.number(made, self.seen())
+        except CannotSee: return object()
 
 # %% ../../nbs/455_train.parts.ipynb #step-kind
 class StepKind(HostParts):
     "The modules, the state and the owners of tensors of a Learner, and what kind of step that makes"
-    training = True
     def __init__(self,
         learn, # A Learner in a loop over training batches
         waiting=(), # From `make_state_ahead`
         watch=None, # As for `HostParts`
     ):
         super().__init__(learn, watch or HostWatch())
-        self.params = [p for m in self.mods for p in m._parameters.values() if p is not None]
-        self.made = [o for m in self.mods for o in (m._modules, m._parameters, m._buffers)]
-        self.hooks = [o for m in self.mods for o in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)]
+        self.hooks = [*all_hooks, *(o for m in self.mods for o in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks))]
         self.state = list({id(t): t for t in (*self.placed(learn).values(), *waiting)}.values())
-        self.ids,self.owners = {id(t) for t in self.state},step_owners(learn, self.mods, self.training)
+        self.state_ids,self.owners = {id(t) for t in self.state},step_owners(learn, self.mods, self.training)
         if self.training: self.count_state(learn)
         self.adds = next((cb for cb in learn.cbs if isinstance(cb, GradientAccumulation) and cb.run), None) if self.training else None
         if self.adds: self.owners['grads'] = Gradients(self.params)
@@ -102,22 +123,13 @@ class StepKind(HostParts):
     def placed(self, learn): return placed_tensors(learn) # what a step may change in place, by name
     def steps(self): return not self.adds or not count_after(self.adds) # does this batch end with a step?
     def kind(self, learn):
-        if not self.adds: return id(learn.opt),*_step_kind(learn.opt)
-        return id(learn.opt),*samples_of_step(self.adds),*(p.grad is None for p in self.params),*(_step_kind(learn.opt) if self.steps() else (None,))
-
-    def of_model(self):
-        "A number for what modules there are, their flags, and what else their code can see on the host"
-        made_of,flags = map(id, chain.from_iterable(map(dict.values, self.made))),map(attrgetter('training'), self.mods)
-        made = *made_of,*flags,*map(len, self.hooks),*map(attrgetter('requires_grad'), self.params)
-        try: return self.watch.number(made, self.seen())
-        except (KeyError,TypeError): # an attribute is gone, or is plain no more
-            self._sort()
-            return self.watch.number(made, self.seen())
+        if not self.adds: return serial(learn.opt),*_step_kind(learn.opt)
+        return serial(learn.opt),*samples_of_step(self.adds),*(p.grad is None for p in self.params),*(_step_kind(learn.opt) if self.steps() else (None,))
 
     def key(self, learn):
         "What the host can see of a step at little cost"
-        return (*_batch_key([*learn.xb, *learn.yb]), learn.dl.n_real, torch.is_autocast_enabled('xla'),
-            *self.kind(learn), *_ids(learn.loss_func), len(self.state), self.of_model())
+        if learn.loss_func is not self.loss_func: return object()
+        return *_batch_key([*learn.xb, *learn.yb]),learn.dl.n_real,*_torch_modes(),*self.kind(learn),len(self.state),self.of_model()
 
     def _kept(self, learn):
         kept = [v for st in opt_states(learn.opt) for s in st.values() for v in s.values() if isinstance(v, torch.Tensor)]
@@ -130,7 +142,7 @@ class StepKind(HostParts):
         "Has the optimizer the state that it had?"
         kept = self._kept(learn)
         if len(kept)!=self.n_kept: return False
-        return self.ids.issuperset(map(id, kept)) or all(id(v) in self.ids or not on_xla(v) for v in kept)
+        return self.state_ids.issuperset(map(id, kept)) or all(id(v) in self.state_ids or not on_xla(v) for v in kept)
 
 # %% ../../nbs/455_train.parts.ipynb #find
 class ReplayParts(StepKind):
@@ -143,7 +155,7 @@ class ReplayParts(StepKind):
 
     def alias(self):
         "What of the owners shares memory with what a step changes, in words; None if nothing does"
-        found = [(k, t) for (name,k),ts in self.found() if name!='grads' for t in ts if id(t) not in self.ids]
+        found = [(k, t) for (name,k),ts in self.found() if name!='grads' for t in ts if id(t) not in self.state_ids]
         with torch._C.DisableTorchFunction(): bases = [t._base if t._is_view() else None for _,t in found]
         state = set(map(tensor_id, self.state))
         known = state.union(tensor_id(t) for (_,t),base in zip(found, bases) if base is None)

@@ -9,15 +9,16 @@ __all__ = ['StepPlans', 'StepReasons', 'leave_loss', 'StepTracing']
 
 # %% ../../nbs/457_train.plans.ipynb #imports
 from dataclasses import replace
-from ..runtime.device import xm
+from ..runtime.device import xm, xr
 from ..runtime.counts import n_device_calls
 from ..runtime.ranks import gather_objects, world_size
 from ..runtime.transfer import map_tensors
 from ..runtime.args import check_int
 from .optimizer import optimizer_code
+from .look import CannotSee
 from .watch import HostWatch
-from .effects import first_change, host_state, kept_of_step, shared_of_step, step_code
-from .capture import n_pending, shape_of, StepGiven, StepPlan
+from .effects import first_change, host_state, kept_of_step, shared_of_step, shares_memory, step_code
+from .capture import in_graphs, n_pending, shape_of, StepGiven, StepPlan
 from .parts import ReplayParts
 
 
@@ -78,7 +79,7 @@ class StepReasons(StepPlans):
     "What stands against it that a traced step is run again"
     def _changed(self, learn):
         "What the step has changed on the host, in words; None if nothing"
-        how = first_change(self.host, host_state(learn, self.watch))
+        how = first_change(self.host, host_state(learn, self.watch, self.training))
         return how or (None if self.model==self.parts.of_model() else 'modules of the model, or their flags')
 
     def _held_elsewhere(self, left, ours):
@@ -86,11 +87,11 @@ class StepReasons(StepPlans):
         owners = self.parts.owners
         places = [(owners[n],k) for (n,k),*_ in left if n not in ('learn','grads')]
         ours = *ours,self.parts.state,self.capture.spent
-        return shared_of_step(places, [o for n,o in owners.items() if n!='grads'], self.parts.ids, ours) if places else None
+        return shared_of_step(places, [o for n,o in owners.items() if n!='grads'], self.parts.state_ids, ours) if places else None
 
     def _code(self, learn):
         "What must run on the host in each step, in words; None if nothing must"
-        return step_code(learn, self.training) or (optimizer_code(learn.opt) if self.training else None) or self.watch.why_not()
+        return step_code(learn, self.training) or (optimizer_code(learn.opt) if self.training else None)
 
     def _why_no_program(self, learn, left, ours):
         "What keeps a traced step from being one program, in words"
@@ -127,29 +128,42 @@ class StepTracing(StepReasons):
         "Before a step is traced"
         self.parts = parts = self.parts_of(learn, self.waiting, self.watch)
         self.capture.rest(learn.dl.sync, parts.state)
-        self.key,self.open,self.blocked = parts.key(learn),[],parts.alias()
+        self.open = None
+        if not xr.is_spmd() and in_graphs(parts.state) and shares_memory(parts.state): return # nothing may be given away: torch_xla runs this step
+        self.key,self.open,self.blocked = parts.key(learn),[],parts.alias() or self._look(learn)
         if self.blocked: return
         self.open = [StepGiven(t, place, shape_of(t)) for place,ts in parts.found() for t in ts]
         self.capture.begin(parts.state, [o.t for o in self.open], [i for i,o in enumerate(self.open) if o.place[0]=='grads'])
-        self.model,self.host,self.calls = parts.of_model(),host_state(learn, self.watch),n_device_calls()
+        self.calls = n_device_calls()
         self.watch.start()
+
+    def _look(self, learn):
+        "Look at the host; what cannot be seen, in words"
+        try: self.model,self.host = self.parts.of_model(),host_state(learn, self.watch, self.training)
+        except CannotSee as e: return str(e)
 
     def _close(self, learn):
         "Run the traced step as a program that can be run again; False if it is none"
         self.watch.stop()
         if self.blocked: self.odd = self.odd or self.blocked
         if self.odd: return False
-        given,parts,changed = self.open,self.parts,self._changed(learn)
+        begins,self.begins = self.begins,False
+        if loud := self.watch.why_not():
+            self.odd = None if begins else loud # the first step of a fit may be another than all others
+            return False
+        try: given,parts,changed = self.open,self.parts,self._changed(learn)
+        except CannotSee as e:
+            self.odd = str(e)
+            return False
         self.watch.note(parts.known)
         parts.count_state(learn)
         own = {k: map_tensors(lambda ts: [t.detach() for t in ts], vars(learn)[k]) for k in ('pred','loss') if k in vars(learn)}
         vars(learn).update(own)
         leave_loss(learn)
-        if new := [k[-1] for k,t in parts.placed(learn).items() if id(t) not in parts.ids]: return self._note_new(f'each step makes a new `{new[0]}`', 2)
+        if new := [k[-1] for k,t in parts.placed(learn).items() if id(t) not in parts.state_ids]: return self._note_new(f'each step makes a new `{new[0]}`', 2)
         outs,left = parts.left(given)
-        why,begins,self.begins = self._why_no_program(learn, left, (outs, own, *own.values())),self.begins,False
-        if why:
-            self.odd = None if begins else why # the first step of a fit may be another than all others
+        if why := self._why_no_program(learn, left, (outs, own, *own.values())):
+            self.odd = None if begins else why
             return False
         try: program = learn.dl.sync(lambda: self.capture.program(outs, self.numbers(learn)))
         except ValueError: return False # the compiler refuses it, and says so again

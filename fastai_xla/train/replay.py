@@ -40,7 +40,9 @@ class PlanRunner(StepTracing):
         "Run a batch again; False if something is not as it was"
         given = [t for o in plan.places for t in self.parts.tensors(o)]
         if [shape_of(t) for t in given]!=plan.shapes or not self.parts.is_state_of(learn): return False
-        self.capture.rest(learn.dl.sync, [self.parts.state[k] for k in plan.program.written])
+        written = [self.parts.state[k] for k in plan.program.written]
+        self.capture.part(written)
+        self.capture.rest(learn.dl.sync, written)
         if (numbers := self.count(learn, plan)) is None: return False
         res = learn.dl.sync(lambda: self.capture.run(plan.program, self.parts.state, given, numbers))
         self.parts.fill(plan.left, res, given)
@@ -83,10 +85,13 @@ class BatchReplay(PlanRunner):
         if plan and plan.agreed and plan.since<self.check_every and self._run(learn, plan): return
         self._begin(learn)
         try: stock()
-        finally: self.watch.stop()
+        except BaseException:
+            self.watch.stop()
+            raise
 
     def cut(self, learn):
         "The end of a batch: run what it has left; what callbacks leave of one that was run again waits for the next, if there is one"
+        self.watch.stop()
         if self.ran and learn.iter+1>=learn.n_iter: self.capture.rest(learn.dl.sync)
         if not self.ran and (self.open is None or not (closed := self._close(learn))): learn.dl.sync()
         if self.open is not None: self._agree(closed)
