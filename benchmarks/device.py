@@ -87,12 +87,13 @@ def compiled(module, w, effort, cache):
 def our_program(w):
     "Our training step"
     import fastai_xla.all
-    from fastai_xla.launch.carry import dumps
+    from fastai_xla.launch.crew import pack_run
     from fastai_xla.monitor import CompileJob, stock_collectives, trace_phase
     from fastai_xla.runtime.device import make_programs_for
     make_programs_for('TPU')
     with tempfile.TemporaryDirectory() as d:
-        (step,),_ = trace_phase(CompileJob(w.chips, w.form, tpu_slice_of(w).n, options_of(w)), dumps(learner(w))[0], Path(d)/'train', 'train')
+        run,_kept = pack_run(print, (learner(w),), share=False)
+        (step,),_ = trace_phase(CompileJob(w.chips, w.form, tpu_slice_of(w).n, options_of(w)), run, Path(d)/'train', 'train')
     return stock_collectives(step.program) if w.form=='distributed' else step.program
 
 def ours(w, effort, cache):
@@ -195,7 +196,7 @@ def main():
     a = p.parse_args()
     for o in a.names:
         if o not in works: p.error(f'there is no work {o!r}: choose of {", ".join(works)}')
-    os.environ.setdefault('PJRT_DEVICE', 'CPU')
+    os.environ.update(PJRT_DEVICE='CPU', OMP_NUM_THREADS='1') # a fork of a process with OpenMP's threads would wait for them
     if a.counts and not a.jax: p.error('--counts compares with JAX: add --jax and a Python that has it')
     if a.sampling: return sampling(a.cache)
     if a.counts: return counts(a.names or works, a.jax)

@@ -50,6 +50,7 @@ from .train.optimizer import *
 from .train.meters import *
 from .train.stand_ins import *
 from .train.loop import *
+from .train.pending import *
 from .train.capture import *
 from .train.look import *
 from .train.watch import *

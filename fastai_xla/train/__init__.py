@@ -9,6 +9,7 @@ from .optimizer import *
 from .meters import *
 from .stand_ins import *
 from .loop import *
+from .pending import *
 from .capture import *
 from .look import *
 from .watch import *

@@ -22,7 +22,8 @@ from ..patches.registry import Loan
 from ..data.rng import rng_state
 from .move import learner_modules
 from .meters import DeviceMetric, step_metrics
-from .capture import data_ids, node_id, pending, StepGiven, tensor_id, xla_tensors
+from .pending import data_ids, node_id, pending, tensor_id, xla_tensors
+from .capture import StepGiven
 from .look import CannotSee, HostLook, own_attributes
 
 # %% ../../nbs/450_train.effects.ipynb #callbacks

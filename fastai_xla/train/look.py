@@ -6,7 +6,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/train.look.html.md"""
 
 # %% auto #0
 __all__ = ['plain_types', 'module_internals', 'is_trusted', 'is_quiet', 'serial', 'CannotSee', 'words_of', 'variables_of',
-           'in_slots', 'own_attributes', 'HostLook']
+           'in_slots', 'own_attributes', 'ValueLook', 'HostLook']
 
 # %% ../../nbs/442_train.look.ipynb #imports
 import array as arrays, ctypes, datetime as dates, decimal, logging, random, re, sys, threading, weakref, zlib
@@ -22,17 +22,19 @@ import numpy as np, torch
 from fastai.basics import Callback, DataLoader, DataLoaders, Learner
 from fastai.optimizer import Optimizer, OptimWrapper
 from torch import nn
+from ..runtime.transfer import on_xla
 from ..runtime.values import slots
 from ..patches.registry import Loan
-from .capture import node_id, xla_tensors
+from .pending import node_id, xla_tensors
 
 # %% ../../nbs/442_train.look.ipynb #trusted
 _trusted = set('''torch torch_xla torchvision torchaudio fastai fastai_xla fastcore fasttransform fastprogress timm numpy scipy sklearn pandas
     einops typing_extensions safetensors'''.split())
-_quiet = set('''builtins math cmath operator _operator functools _functools itertools typing types collections abc _abc copy dataclasses enum contextlib string re
-    numbers fractions decimal statistics warnings logging argparse pathlib weakref _weakref threading _thread array ctypes _ctypes inspect bisect heapq random _random __future__ copyreg traceback textwrap keyword'''.split())
+_quiet = set('''builtins math cmath operator _operator functools _functools itertools typing types collections abc _abc copy dataclasses enum
+    contextlib string re numbers fractions decimal statistics warnings logging argparse pathlib weakref _weakref threading _thread array ctypes
+    _ctypes inspect bisect heapq random _random __future__ copyreg traceback textwrap keyword'''.split())
 
-def _root(name): return 'fastai_xla' if (name or '').startswith('namedtuple_') else (name or '').partition('.')[0] # functions that `NamedTuple` makes have such a module
+def _root(name): return 'collections' if (name := name or '').startswith('namedtuple_') else name.partition('.')[0] # as `NamedTuple` calls its modules
 
 def is_trusted(
     name:str, # Of a module
@@ -84,7 +86,7 @@ def _of_array(v):
 
 plain_types = {type(None),bool,int,complex,str,bytes,range,type(...),type(NotImplemented),torch.dtype,torch.device,torch.Size,torch.layout,torch.memory_format,
     decimal.Decimal,dates.datetime,dates.date,dates.timedelta,re.Pattern}
-module_internals = frozenset({*vars(nn.Module()),'training','_flat_weight_refs'}) # what every module has or torch's recurrent ones have, and what is compared elsewhere
+module_internals = frozenset({*vars(nn.Module()),'training','_flat_weight_refs'}) # what all have, or recurrent ones, or is compared elsewhere
 _descriptors = MethodDescriptorType,WrapperDescriptorType,GetSetDescriptorType,MemberDescriptorType,type(dict.__dict__['fromkeys'])
 _locks = type(threading.Lock()),type(threading.RLock())
 
@@ -132,7 +134,8 @@ def variables_of(
 # %% ../../nbs/442_train.look.ipynb #classes
 def _is_of_c(c):
     "Was the class `c` written in C? It is no heap type (`Py_TPFLAGS_HEAPTYPE`), or has what a `class` statement does not make"
-    return not c.__flags__ & 1<<9 or any(isinstance(v, _descriptors[:3]) and v.__objclass__ is c and k not in ('__dict__','__weakref__') for k,v in vars(c).items())
+    own = [v for k,v in vars(c).items() if isinstance(v, _descriptors[:3]) and k not in ('__dict__','__weakref__')]
+    return not c.__flags__ & 1<<9 or any(v.__objclass__ is c for v in own)
 
 @lru_cache(None)
 def _hides(c):
@@ -164,13 +167,17 @@ def own_attributes(
     m:nn.Module, # A module
 ):
     "The attributes of `m`, in slots too, that are not what every module has, but for tensors of the device and modules in it"
-    return {k: v for k,v in _held(m).items() if k not in module_internals and not isinstance(v, (nn.Module,Loan)) and not (isinstance(v, torch.Tensor) and v.is_xla)}
+    return {k: v for k,v in _held(m).items() if k not in module_internals and not isinstance(v, (nn.Module,Loan)) and not on_xla(v)}
 
 _of_epoch = {'epoch','n_epoch','training','model','loss_func','x','y','xb','yb'} # what of a Learner is the same in all steps of an epoch, or compared elsewhere
 
-# %% ../../nbs/442_train.look.ipynb #look
-class HostLook:
-    "What values hold on the host, in a form that can be compared and hashed; `CannotSee` where that cannot be told"
+# %% ../../nbs/442_train.look.ipynb #value-look
+@lru_cache(None)
+def _kind(look, c): return next((look.kinds[o] for o in c.__mro__ if o in look.kinds), None)
+
+class ValueLook:
+    "What values hold, by their class, their contents and their attributes; `CannotSee` where that cannot be told"
+    kinds = {} # What is read otherwise, by class
     def __init__(self,
         words=(), # The names in the code that looks
         known=(), # Objects that are compared elsewhere, by `id`
@@ -194,13 +201,10 @@ class HostLook:
         finally: self.depth -= 1
 
     def _inside(self, v, c):
-        if f := _kinds.get(c): return f(self, v)
-        if isinstance(v, type): return self._class(v)
-        if isinstance(v, ModuleType): return self._module(v)
-        if isinstance(v, (Learner,Optimizer,OptimWrapper,DataLoaders,DataLoader)): return self._of_training(v)
-        if isinstance(v, _whole): return _reader(c)(v)
-        if issubclass(c, weakref.ref): return self(v())
-        if hides := not (read := _reader(c)) and _hides(c): raise CannotSee(f'holds a {hides.__module__}.{hides.__name__}, which nobody can look into')
+        if f := _kind(type(self), c): return f(self, v)
+        read = _reader(c)
+        if read and isinstance(v, _whole): return read(v)
+        if hides := not read and _hides(c): raise CannotSee(f'holds a {hides.__module__}.{hides.__name__}, which nobody can look into')
         held = _held(v)
         if id(v) in self.owners: self.given.update(map(id, xla_tensors([*held.values()])))
         return read and read(v), self._contents(v), tuple((k, self(o)) for k,o in held.items())
@@ -217,32 +221,35 @@ class HostLook:
         if len(v)>self.left: raise CannotSee('holds more than can be compared in each step')
         return tuple(map(self, v))
 
-    def _function(self, f):
-        quiet = _check_quiet(f)
-        if quiet and not f.__closure__: return serial(f)
+# %% ../../nbs/442_train.look.ipynb #look
+class HostLook(ValueLook):
+    "`ValueLook` that looks into functions, classes and modules, too"
+    def function(self, f):
+        if (quiet := _check_quiet(f)) and not f.__closure__: return serial(f)
         return serial(f),serial(f.__code__),tuple((k, self(o)) for k,o in (slots(f) if quiet else variables_of(f)).items())
 
-    def _builtin(self, f):
-        if isinstance(f.__self__, ModuleType): return self._module(f.__self__),f.__name__
+    def builtin(self, f):
+        if isinstance(f.__self__, ModuleType): return self.module(f.__self__),f.__name__
         return (None if f.__self__ is None else self(f.__self__)),f.__name__
 
-    def _module(self, m):
-        if _check_quiet(m): return serial(m)
-        return serial(m),tuple((k, self(o)) for k,o in vars(m).items() if k in self.words)
+    def module(self, m): return serial(m),() if _check_quiet(m) else tuple((k, self(o)) for k,o in vars(m).items() if k in self.words)
 
-    def _class(self, c):
+    def of_class(self, c):
         if _check_quiet(c): return serial(c)
         own = {**vars(type(c)), **vars(c)} if not is_quiet(type(c).__module__) else vars(c)
         held = tuple((k, serial(o) if hasattr(type(o), '__get__') else self(o)) for k,o in own.items() if k[:2]!='__')
         return serial(c),held,tuple(map(self, c.__bases__))
 
-    def _of_training(self, v):
-        if not isinstance(v, Learner): raise CannotSee(f'holds a {type(v).__name__}, of which much is another in each step')
+    def learner(self, v):
         named = sorted(k for k in self.words if k in vars(v) or hasattr(type(v), k))
-        if bad := [k for k in named if k not in _of_epoch and not isinstance(vars(v).get(k), Callback)]: raise CannotSee(f'is a Learner, whose `{bad[0]}` may be another in each step')
+        bad = [k for k in named if k not in _of_epoch and not isinstance(vars(v).get(k), Callback)]
+        if bad: raise CannotSee(f'is a Learner, whose `{bad[0]}` may be another in each step')
         self.given.update(map(id, xla_tensors([getattr(v, k, ()) for k in ('xb','yb')])))
         return tuple((k, self(getattr(v, k))) for k in named)
 
-_kinds = {FunctionType: HostLook._function, BuiltinFunctionType: HostLook._builtin, MethodWrapperType: HostLook._builtin,
-    MethodType: lambda look, v: (look(v.__func__), look(v.__self__)), partial: lambda look, v: (look(v.func), look(v.args), look(v.keywords), look(vars(v))),
-    MappingProxyType: lambda look, v: look(dict(v)), type(float): HostLook._class}
+    def of_training(self, v): raise CannotSee(f'holds a {type(v).__name__}, of which much is another in each step')
+
+HostLook.kinds = {FunctionType: HostLook.function, BuiltinFunctionType: HostLook.builtin, MethodWrapperType: HostLook.builtin,
+    MethodType: lambda look, v: (look(v.__func__), look(v.__self__)), MappingProxyType: lambda look, v: look(dict(v)), weakref.ref: lambda look, v: look(v()),
+    partial: lambda look, v: (look(v.func), look(v.args), look(v.keywords), look(vars(v))), type: HostLook.of_class, ModuleType: HostLook.module,
+    Learner: HostLook.learner, **dict.fromkeys((Optimizer,OptimWrapper,DataLoaders,DataLoader), HostLook.of_training)}

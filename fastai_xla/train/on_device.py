@@ -30,7 +30,7 @@ from .optimizer import lend_step
 from .meters import device_metric, DeviceMetric, HostQueue, PendingLoss
 from .stand_ins import lend_stand_ins
 from .loop import lend_loop
-from .capture import xla_tensors
+from .pending import xla_tensors
 from .replay import StepReplay
 
 # %% ../../nbs/470_train.on_device.ipynb #meters

@@ -18,7 +18,8 @@ from ..runtime.transfer import on_xla
 from ..patches.registry import Loan
 from .move import learner_modules, opt_states, placed_tensors
 from .stand_ins import count_after, samples_of_step
-from .capture import filled, pending, shape_of, shell_of, StepLeft, tensor_id, tensors_in, xla_tensors
+from .pending import filled, pending, shell_of, tensor_id, tensors_in, xla_tensors
+from .capture import shape_of, StepLeft
 from .look import CannotSee, HostLook, in_slots, module_internals, serial
 from .watch import HostWatch
 from .effects import all_hooks, holders_of, step_owners

@@ -18,7 +18,8 @@ from .optimizer import optimizer_code
 from .look import CannotSee
 from .watch import HostWatch
 from .effects import first_change, host_state, kept_of_step, shared_of_step, shares_memory, step_code
-from .capture import in_graphs, n_pending, shape_of, StepGiven, StepPlan
+from .pending import in_graphs, n_pending
+from .capture import shape_of, StepGiven, StepPlan
 from .parts import ReplayParts
 
 
@@ -77,6 +78,11 @@ class StepPlans:
 # %% ../../nbs/457_train.plans.ipynb #reasons
 class StepReasons(StepPlans):
     "What stands against it that a traced step is run again"
+    def _look(self, learn):
+        "Look at the host; what cannot be seen, in words"
+        try: self.model,self.host = self.parts.of_model(),host_state(learn, self.watch, self.training)
+        except CannotSee as e: return str(e)
+
     def _changed(self, learn):
         "What the step has changed on the host, in words; None if nothing"
         how = first_change(self.host, host_state(learn, self.watch, self.training))
@@ -115,6 +121,7 @@ def leave_loss(
     "Let go of the graph of the loss"
     if 'loss' in vars(learn): learn.loss_grad = learn.loss
 
+# %% ../../nbs/457_train.plans.ipynb #step-tracing
 class StepTracing(StepReasons):
     "Makes plans of the steps that are traced"
     parts_of,waiting = ReplayParts,()
@@ -136,11 +143,6 @@ class StepTracing(StepReasons):
         self.capture.begin(parts.state, [o.t for o in self.open], [i for i,o in enumerate(self.open) if o.place[0]=='grads'])
         self.calls = n_device_calls()
         self.watch.start()
-
-    def _look(self, learn):
-        "Look at the host; what cannot be seen, in words"
-        try: self.model,self.host = self.parts.of_model(),host_state(learn, self.watch, self.training)
-        except CannotSee as e: return str(e)
 
     def _close(self, learn):
         "Run the traced step as a program that can be run again; False if it is none"

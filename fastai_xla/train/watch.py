@@ -123,7 +123,8 @@ class StepRecorder:
     def _see(self, frame, event, arg):
         if self.promised: self.promised += (event=='call')-(event=='return')
         elif event=='c_call':
-            if self.loud is None and _is_loud(arg) and (f := _caller(frame)): self.loud = f'{f.f_code.co_name} calls `{arg.__name__}`, which must run in each step'
+            if self.loud or not _is_loud(arg) or not (f := _caller(frame)): return
+            self.loud = f'{f.f_code.co_name} calls `{arg.__name__}`, which must run in each step'
         elif event=='call': self._see_call(frame, frame.f_code)
 
     def _see_call(self, frame, code):
