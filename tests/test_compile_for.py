@@ -42,7 +42,7 @@ class Logs(Callback):
     def after_pred(self): self.learn.pred = self.pred.sort(0)[0]
     def before_batch(self): Path('log.txt').open('a').write('a line')
 class Reports(Callback):
-    def after_batch(self): socket.create_connection(('127.0.0.1', 9))
+    def after_pred(self): socket.create_connection(('127.0.0.1', 9))
 class Saves(Callback):
     def before_fit(self): self.learn.save(Path.cwd()/'here')
     def before_train(self): self.learn.save('in_its_path')
@@ -63,7 +63,7 @@ def test_nothing_of_the_users_is_written(tmp_path, capfd, no_process_left):
     assert sorts(r)
     said = repr(r)
     for o in ('CSVLogger, SaveModelCallback, ReduceLROnPlateau, TensorBoardCallback, TPUCheckpoint', f'`Logs.before_batch` was left out from where {tmp_path}/log.txt would',
-        '`Reports.after_batch` was left out from where something would have been sent', f'`Saves.before_fit` was left out from where {tmp_path}/here.pth would'): assert o in said, said
+        '`Reports.after_pred` was left out from where something would have been sent', f'`Saves.before_fit` was left out from where {tmp_path}/here.pth would'): assert o in said, said
 
 def test_a_model_that_writes_is_an_error(tmp_path):
     class Writes(nn.Module):
