@@ -50,14 +50,15 @@ def write_apart(
     trainer, # Of `learn`, which keeps what is given back
 ):
     "`learn`, which writes into a folder of its own and logs nothing: another process writes what all of them would"
-    trainer.shared_path,trainer.shared_logger = learn.path,learn.logger
-    learn.path,learn.logger = _own_folder(learn),noop
+    models,trainer.own = Path(learn.model_dir),(learn.path,learn.logger,learn.model_dir)
+    trainer.shared_path = models.parent if models.is_absolute() else learn.path
+    learn.path,learn.logger,learn.model_dir = _own_folder(learn),noop,models.name if models.is_absolute() else learn.model_dir
     return learn
 
 def write_together(learn):
     "Give back what `write_apart` took"
     for cb in xla_callbacks(learn):
-        if cb.shared_path is not None: learn.path,learn.logger,cb.shared_path = cb.shared_path,cb.shared_logger,None
+        if cb.shared_path is not None: (learn.path,learn.logger,learn.model_dir),cb.shared_path = cb.own,None
 
 # %% ../../nbs/680_distributed.learner.ipynb #attach
 def attach_replica(
