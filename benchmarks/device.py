@@ -159,6 +159,24 @@ def sampling(cache):
     for size in (64, 128, 224):
         cells = [f'{(r.cycles+gathered(r))/1e6:.2f}' for r in (sampled(size, k, cache) for k in kinds)]
         print(f"| {size} px | {' | '.join(cells)} |", flush=True)
+    for size in (128, 224): print(f'A batch of 16 images of {size} px has {far_tiles(size):.2f} tiles that look further')
+
+def far_tiles(size, n=3200, bs=16):
+    "Tiles of a batch of `bs` images, on average, that look further than the part of 49 by 49 pixels which they choose from, as `aug_transforms()` draws"
+    import torch
+    from fastai.vision.augment import AffineCoordTfm, aug_transforms, compose_tfms, setup_aug_tfms
+    from fastai.vision.core import TensorImage
+    from fastai_xla.patches import tile_grid
+    from fastai_xla.patches.ops import source_pixel
+    torch.manual_seed(0)
+    tfm,found,last = next(o for o in setup_aug_tfms(aug_transforms()) if isinstance(o, AffineCoordTfm)),0,size-49
+    for _ in range(n//bs):
+        tfm.before_call(TensorImage(torch.zeros(bs, 3, size, size)), 0)
+        grid = compose_tfms(tile_grid(tfm.mat, size, size, tfm.align_corners), tfms=tfm.coord_fs)
+        ps = [source_pixel(grid[...,i], size, tfm.pad_mode, tfm.align_corners) for i in (0,1)]
+        firsts = [p.amin(-1).floor().clamp(0, last) for p in ps]
+        found += sum((p.amax(-1)-f>48) & (f<last) for p,f in zip(ps, firsts)).bool().sum().item()
+    return found*bs/n
 
 # ---- the table
 

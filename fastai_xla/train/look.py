@@ -25,7 +25,7 @@ from torch import nn
 from ..runtime.transfer import on_xla
 from ..runtime.values import slots
 from ..patches.registry import Loan
-from .pending import node_id, xla_tensors
+from .pending import node_id, tensor_id, xla_tensors
 
 # %% ../../nbs/442_train.look.ipynb #trusted
 _trusted = set('''torch torch_xla torchvision torchaudio fastai fastai_xla fastcore fasttransform fastprogress timm numpy scipy sklearn pandas
@@ -72,7 +72,7 @@ _most_bytes = 2**24
 
 def _of_tensor(t):
     if type(t).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__: raise CannotSee(f'is a {type(t).__name__}')
-    if t.device.type=='xla': return serial(t),node_id(t),0 if t.is_inference() else t._version,t.requires_grad
+    if t.device.type=='xla': return tensor_id(t),node_id(t),0 if t.is_inference() else t._version,t.requires_grad
     if t.device.type!='cpu' or t.layout is not torch.strided: raise CannotSee(f'is a tensor on {t.device}, of layout {t.layout}')
     if t.nbytes>_most_bytes: raise CannotSee(f'is a tensor of {t.nbytes} bytes, too many to compare in each step')
     with torch._C.DisableTorchFunction(): data = t.detach().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8).numpy()

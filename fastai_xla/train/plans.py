@@ -126,7 +126,7 @@ class StepTracing(StepReasons):
     "Makes plans of the steps that are traced"
     parts_of,waiting = ReplayParts,()
     def let_go(self):
-        self.watch.stop()
+        self.watch.drop()
         self.capture = self.parts = self.open = self.waiting = None # a tensor that a failed graph has left spoils every later graph
     def made(self, learn): return None # the optimizer's step in a traced step
     def numbers(self, learn): return [] # tensors with the numbers of a traced step; None where it has none that are known
@@ -135,28 +135,28 @@ class StepTracing(StepReasons):
         "Before a step is traced"
         self.parts = parts = self.parts_of(learn, self.waiting, self.watch)
         self.capture.rest(learn.dl.sync, parts.state)
-        self.open = None
-        if not xr.is_spmd() and in_graphs(parts.state) and shares_memory(parts.state): return # nothing may be given away: torch_xla runs this step
         self.key,self.open,self.blocked = parts.key(learn),[],parts.alias() or self._look(learn)
-        if self.blocked: return
+        self.shared = not xr.is_spmd() and in_graphs(parts.state) and shares_memory(parts.state)
+        if self.blocked or self.shared: return
         self.open = [StepGiven(t, place, shape_of(t)) for place,ts in parts.found() for t in ts]
         self.capture.begin(parts.state, [o.t for o in self.open], [i for i,o in enumerate(self.open) if o.place[0]=='grads'])
         self.calls = n_device_calls()
         self.watch.start()
 
+    def _refuse(self, why):
+        self.watch.drop()
+        self.odd = why
+        return False
+
     def _close(self, learn):
         "Run the traced step as a program that can be run again; False if it is none"
         self.watch.stop()
         if self.blocked: self.odd = self.odd or self.blocked
-        if self.odd: return False
+        if self.odd or self.shared: return False # no memory may be given away where others have the same: torch_xla runs this step
         begins,self.begins = self.begins,False
-        if loud := self.watch.why_not():
-            self.odd = None if begins else loud # the first step of a fit may be another than all others
-            return False
+        if loud := self.watch.why_not(): return self._refuse(None if begins else loud) # the first step of a fit may be another than all others
         try: given,parts,changed = self.open,self.parts,self._changed(learn)
-        except CannotSee as e:
-            self.odd = str(e)
-            return False
+        except CannotSee as e: return self._refuse(str(e))
         self.watch.note(parts.known)
         parts.count_state(learn)
         own = {k: map_tensors(lambda ts: [t.detach() for t in ts], vars(learn)[k]) for k in ('pred','loss') if k in vars(learn)}
@@ -164,9 +164,7 @@ class StepTracing(StepReasons):
         leave_loss(learn)
         if new := [k[-1] for k,t in parts.placed(learn).items() if id(t) not in parts.state_ids]: return self._note_new(f'each step makes a new `{new[0]}`', 2)
         outs,left = parts.left(given)
-        if why := self._why_no_program(learn, left, (outs, own, *own.values())):
-            self.odd = None if begins else why
-            return False
+        if why := self._why_no_program(learn, left, (outs, own, *own.values())): return self._refuse(None if begins else why)
         try: program = learn.dl.sync(lambda: self.capture.program(outs, self.numbers(learn)))
         except ValueError: return False # the compiler refuses it, and says so again
         self._note(replace(StepPlan.of(program, given, left), made=self.made(learn)), changed)

@@ -86,7 +86,7 @@ class BatchReplay(PlanRunner):
         self._begin(learn)
         try: stock()
         except BaseException:
-            self.watch.stop()
+            self.watch.drop()
             raise
 
     def cut(self, learn):

@@ -135,11 +135,13 @@ class StepRecorder:
         else: self.ran.setdefault(code, {})[id(first)] = first
 
 # %% ../../nbs/445_train.watch.ipynb #watch
+def _mark(o): return (id(o), o.shape, o.dtype) if isinstance(o, torch.Tensor) else serial(o) # no weak reference, with which torch could not swap a tensor
+
 class HostWatch(UsersCode):
     "`UsersCode` of what really runs in steps"
     def __init__(self):
         super().__init__()
-        self.met,self.codes,self.recorder,self.numbers,self.refs,self.generation = {},set(),StepRecorder(),{},[],0
+        self.met,self.codes,self.recorder,self.numbers,self.marks,self.generation = {},set(),StepRecorder(),{},[],0
 
     def number(self, *seen):
         "A number for what was `seen`, the same for the same"
@@ -148,8 +150,9 @@ class HostWatch(UsersCode):
     def same_objects(self,
         objs:list, # Of which a Learner is made
     ):
-        "A number for these objects, the same until there are others"
-        if len(objs)!=len(self.refs) or any(r() is not o for r,o in zip(self.refs, objs)): self.refs,self.generation = [*map(_ref, objs)],self.generation+1
+        "A number for these objects, the same until there are others; tensors of one shape are alike, as programs take what they hold"
+        marks = [*map(_mark, objs)]
+        if marks!=self.marks: self.marks,self.generation = marks,self.generation+1
         return self.generation
 
     def start(self):
@@ -158,6 +161,11 @@ class HostWatch(UsersCode):
         self.recorder.start()
 
     def stop(self): self.recorder.stop()
+
+    def drop(self):
+        "End it, and forget what ran, with the tensors that it was called with"
+        self.recorder.stop()
+        self.recorder.ran = {}
 
     def note(self,
         mods=(), # Modules that are compared elsewhere, by `id`
