@@ -6,7 +6,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/runtime.counts.html.md"""
 
 # %% auto #0
 __all__ = ['XLACounts', 'fallbacks', 'xla_counts', 'n_reads', 'begin_own_calls', 'count_call', 'n_device_calls', 'n_compiles',
-           'compile_seconds', 'run_seconds', 'will_read', 'on_read', 'own_reads', 'reads_are_own', 'n_ops']
+           'compile_seconds', 'run_seconds', 'will_read', 'on_read', 'own_reads', 'reads_are_own', 'n_ops', 'n_copies']
 
 # %% ../../nbs/020_runtime.counts.ipynb #imports
 import threading, time
@@ -130,3 +130,7 @@ def _op_names():
 def n_ops():
     "Number of operations that were asked of the device since this process started, without those that give memory another name"
     return sum(map(torch_xla._XLAC._xla_counter_value, _op_names()))
+
+def n_copies():
+    "Number of times that a tensor of the device was copied into another since this process started"
+    return torch_xla._XLAC._xla_counter_value('xla::copy') or 0

@@ -15,7 +15,7 @@ from itertools import repeat
 from typing import NamedTuple
 import torch
 from ..runtime.device import torch_xla, xr
-from ..runtime.counts import n_ops, own_reads
+from ..runtime.counts import n_copies, n_ops, own_reads
 from .pending import _lib, data_ids, in_graphs, n_pending, node_id, pending, tensor_id
 
 # %% ../../nbs/440_train.capture.ipynb #same
@@ -52,7 +52,7 @@ class StepTracer:
     def __init__(self,
         device, # XLA device
     ):
-        self.device,self.n_ops,self.base = str(device),None,None
+        self.device,self.n_ops,self.n_copies,self.base = str(device),None,None,None
         self.real = [] if xr.is_spmd() else _lib()._xla_real_devices([self.device])
 
     def wait(self): _lib()._xla_wait_device_ops(self.real)
@@ -121,6 +121,7 @@ class StepCapture(StepTracer):
             if res:
                 deque(map(setattr, ts, repeat('data'), res[0]), 0) # not `_replace_xla_tensor`, after which `t.detach()` is the old value
                 _lib()._xla_set_rng_seed(self.next_seed, self.device)
+        self.n_copies = n_copies()
         return res[0]
 
     def rest(self, sync, state=()):
@@ -133,10 +134,13 @@ class StepCapture(StepTracer):
         finally: _lib()._xla_set_rng_seed(drawn, self.device)
         if drawn!=seed: self.base = seed
 
+    def may_share(self, state):
+        "May somebody have copied one of `state` into another tensor since the last step? What is spread over cores shares nothing"
+        return n_copies()!=self.n_copies and not xr.is_spmd() and in_graphs(state)
+
     def part(self, state):
-        "Give each of `state` that others have used memory of its own, as who has copied it may have the same; not what is spread over cores"
-        if xr.is_spmd() or not in_graphs(state): return
-        for t in state:
+        "Give each of `state` that others may have copied memory of its own, as theirs is the same"
+        for t in state if self.may_share(state) else ():
             if in_graphs([t]): t.data = t.clone()
 
     def run(self, program, state, given, numbers):

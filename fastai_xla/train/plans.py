@@ -9,7 +9,7 @@ __all__ = ['StepPlans', 'StepReasons', 'leave_loss', 'StepTracing']
 
 # %% ../../nbs/457_train.plans.ipynb #imports
 from dataclasses import replace
-from ..runtime.device import xm, xr
+from ..runtime.device import xm
 from ..runtime.counts import n_device_calls
 from ..runtime.ranks import gather_objects, world_size
 from ..runtime.transfer import map_tensors
@@ -18,7 +18,7 @@ from .optimizer import optimizer_code
 from .look import CannotSee
 from .watch import HostWatch
 from .effects import first_change, host_state, kept_of_step, shared_of_step, shares_memory, step_code
-from .pending import in_graphs, n_pending
+from .pending import n_pending
 from .capture import shape_of, StepGiven, StepPlan
 from .parts import ReplayParts
 
@@ -136,7 +136,7 @@ class StepTracing(StepReasons):
         self.parts = parts = self.parts_of(learn, self.waiting, self.watch)
         self.capture.rest(learn.dl.sync, parts.state)
         self.key,self.open,self.blocked = parts.key(learn),[],parts.alias() or self._look(learn)
-        self.shared = not xr.is_spmd() and in_graphs(parts.state) and shares_memory(parts.state)
+        self.shared = self.capture.may_share(parts.state) and shares_memory(parts.state)
         if self.blocked or self.shared: return
         self.open = [StepGiven(t, place, shape_of(t)) for place,ts in parts.found() for t in ts]
         self.capture.begin(parts.state, [o.t for o in self.open], [i for i,o in enumerate(self.open) if o.place[0]=='grads'])
