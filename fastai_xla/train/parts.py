@@ -54,6 +54,7 @@ class Gradients:
 
 # %% ../../nbs/455_train.parts.ipynb #parts
 _numbers = {type(None),bool,int,float,complex,str,bytes}
+_forward = attrgetter('forward')
 def _all_plain(vs): return _numbers.issuperset(map(type, vs))
 
 class HostParts:
@@ -66,6 +67,7 @@ class HostParts:
         self.watch,self.mods,self.loss_func = watch,list(dict.fromkeys(m for o in learner_modules(learn) for m in o.modules())),learn.loss_func
         self.params = [p for m in self.mods for p in m._parameters.values() if p is not None]
         self.made = [o for m in self.mods for o in (m._modules, m._parameters, m._buffers)]
+        self.classes = list(dict.fromkeys(map(type, self.mods)))
         self.objects = self._objects()
         self.ids,self.known = [*map(id, self.objects)],{*map(id, self.mods), *map(id, self.objects)}
         self.generation = watch.same_objects(self.objects)
@@ -73,7 +75,7 @@ class HostParts:
         self.slotted,self.holders = [m for m in self.mods if in_slots(m)],holders_of(learn, self.training)
         self._sort()
 
-    def _objects(self): return [*chain.from_iterable(map(dict.values, self.made)), self.loss_func, *dict.fromkeys(type(m).forward for m in self.mods)]
+    def _objects(self): return [*chain.from_iterable(map(dict.values, self.made)), self.loss_func, *map(_forward, self.classes)]
 
     def _sort(self):
         "Part the attributes of modules by how they are compared: plain values, flat lists and tuples of such, others"
