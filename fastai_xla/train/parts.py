@@ -101,11 +101,13 @@ class HostParts:
         flags,hooks = map(attrgetter('training'), self.mods),[len(o) for o in self.hooks]
         hooked = [p for p in self.params if p._backward_hooks or getattr(p, '_post_accumulate_grad_hooks', None)]
         made = self.generation,*flags,*hooks,*map(attrgetter('requires_grad'), self.params),len(hooked)
-        try: return self.watch.number(made, self.seen())
+        try: return self.watch.number(made, self._seen_now())
         except CannotSee: return object()
+
+    def _seen_now(self):
+        try: return self.seen()
         except (KeyError,TypeError): self._sort() # an attribute is gone, or is plain no more
-        try: return self.watch.number(made, self.seen())
-        except CannotSee: return object()
+        return self.seen()
 
 # %% ../../nbs/455_train.parts.ipynb #step-kind
 class StepKind(HostParts):

@@ -17,12 +17,14 @@ from fastai.basics import Callback
 from torch import nn
 from .move import learner_modules
 from .meters import step_metrics
-from .look import _codes, _ref, _root, CannotSee, HostLook, is_quiet, is_trusted, module_internals, serial, variables_of, words_of
+from .look import _codes, _ref, _root, CannotSee, HostLook, is_trusted, module_internals, serial, variables_of, words_of
 
 # %% ../../nbs/445_train.watch.ipynb #code
-def _is_watched(o):
-    "Is the function or class `o` written by the user, or of a library that is not known here?"
-    return not is_quiet(o.__module__) and _root(o.__module__) not in sys.stdlib_module_names
+def _is_foreign(name):
+    "Is the module `name` the user's, or of a library that is not known here?"
+    return not is_trusted(name) and _root(name) not in sys.stdlib_module_names
+
+def _is_watched(o): return _is_foreign(o.__module__) # a function or class
 
 def _function(o):
     "The function to watch in a method, a property, a `partial`, or an object that is called; None if there is none"
@@ -57,9 +59,8 @@ class UsersCode:
                 if _is_watched(c): self.classes[c] = None
                 todo += _methods(c)
             if f is None or f in self.functions: continue
-            names,_,words = words_of(f.__code__)
-            self.functions[f] = names
-            self.words |= words
+            self.functions[f] = None
+            self.words |= words_of(f.__code__)[2]
             todo += variables_of(f).values()
 
     def _roots(self):
@@ -102,7 +103,7 @@ def _caller(frame):
     while frame:
         name = frame.f_globals.get('__name__')
         if _root(name)=='fastai_xla': return
-        if not is_trusted(name) and _root(name) not in sys.stdlib_module_names: return frame
+        if _is_foreign(name): return frame
         frame = frame.f_back
 
 class StepRecorder:
@@ -128,8 +129,7 @@ class StepRecorder:
         elif event=='call': self._see_call(frame, frame.f_code)
 
     def _see_call(self, frame, code):
-        name = frame.f_globals.get('__name__')
-        if is_trusted(name) or _root(name) in sys.stdlib_module_names: return
+        if not _is_foreign(frame.f_globals.get('__name__')): return
         first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         if isinstance(first, Callback) and getattr(first, 'replayable', False): self.promised = 1
         else: self.ran.setdefault(code, {})[id(first)] = first
