@@ -49,19 +49,24 @@ def is_quiet(
     return _root(name) in _trusted or _root(name) in _quiet
 
 # %% ../../nbs/442_train.look.ipynb #serial
-_serials,_count = {},count(1)
+_serials,_count,_one_thread = {},count(1),threading.RLock()
 
 def _ref(v):
     try: return weakref.ref(v)
     except TypeError: return lambda: v
 
+def _known(v):
+    ref,n = _serials.get(id(v), (None,0))
+    return n if ref is not None and ref() is v else 0
+
 def serial(
     v, # Anything
 ):
-    "A number for the object `v`, which no other gets"
-    ref,n = _serials.get(id(v), (None,0))
-    if ref is None or ref() is not v: _serials[id(v)] = _ref(v),(n := next(_count))
-    return n
+    "A number for the object `v`, which no other gets, the same in all threads"
+    if n := _known(v): return n
+    with _one_thread:
+        if not _known(v): _serials[id(v)] = _ref(v),next(_count)
+        return _known(v)
 
 # %% ../../nbs/442_train.look.ipynb #values
 class CannotSee(Exception): "What a value holds cannot be compared"
