@@ -51,7 +51,9 @@ from .train.meters import *
 from .train.stand_ins import *
 from .train.loop import *
 from .train.pending import *
+from .train.seeds import *
 from .train.capture import *
+from .train.serials import *
 from .train.look import *
 from .train.watch import *
 from .train.effects import *

@@ -31,9 +31,9 @@ def learner(model=None, n=80, n_last=0, n_valid=20, opt_func=Adam, loss_func=Non
 
 def one_cycle(learn): learn.fit_one_cycle(2, 1e-2)
 
-def outcome(learn, replay, train=one_cycle):
+def outcome(learn, replay, train=one_cycle, **kwargs):
     "Train, and return what came of it: losses, values, weights and optimizer state"
-    learn.to_tpu(replay=replay)
+    learn.to_tpu(replay=replay, **kwargs)
     with learn.no_bar(),learn.no_logging(): train(learn)
     states = [{k: to_host(v) for k,v in p[2].items()} for p in learn.opt.all_params()]
     return [float(o) for o in learn.recorder.losses], [list(o) for o in learn.recorder.values], to_host(dict(learn.model.state_dict())), states
@@ -41,11 +41,11 @@ def outcome(learn, replay, train=one_cycle):
 def same(a, b):
     for x,y in zip(a, b): eq(x, y)
 
-def both(make, train=one_cycle):
+def both(make, train=one_cycle, **kwargs):
     "The Learner whose steps may run again; its outcome is that of one whose steps are all traced"
-    want = outcome(make(), False, train)
+    want = outcome(make(), False, train, **kwargs)
     learn = make()
-    same(outcome(learn, True, train), want)
+    same(outcome(learn, True, train, **kwargs), want)
     return learn
 
 def torch_opt(f, **kw): return partial(OptimWrapper, opt=partial(f, **kw))
@@ -160,7 +160,7 @@ def test_validation_runs_again():
         seen.append(costs.seen)
         learn.fit(1, 1e-3)
     got,seen = [],[]
-    learn = both(lambda: learner(n_valid=60), train)
+    learn = both(lambda: learner(n_valid=60), train, fetch_every=1e9)
     eq(*got)
     eq((learn.replay.valid.n_replayed, learn.replay.valid.n_traced, learn.replay.valid.why), (34,14,None)) # of 7 whole batches each first is traced, and the padded one
     eq([sum(o[i] for o in seen[1][1:7]) for i in (0,1)], [0,0])

@@ -10,7 +10,9 @@ from .meters import *
 from .stand_ins import *
 from .loop import *
 from .pending import *
+from .seeds import *
 from .capture import *
+from .serials import *
 from .look import *
 from .watch import *
 from .effects import *

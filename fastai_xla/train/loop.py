@@ -13,11 +13,12 @@ from inspect import getclosurevars
 from operator import attrgetter
 from weakref import ref, WeakKeyDictionary
 import numpy as np
-from fastai.basics import Callback, Learner
+from fastai.basics import Callback, Learner, Recorder
 from fastai.callback.schedule import ParamScheduler
 from fastcore.all import noop
 from ..runtime.transfer import tensors_of
 from ..patches.registry import Loans
+from .meters import DeviceSmoothLoss
 from .stand_ins import stand_in
 
 # %% ../../nbs/435_train.loop.ipynb #events
@@ -84,3 +85,14 @@ def _schedule(cb, stock):
     learn = cb.learn
     if '_update_val' in vars(cb) or type(cb)._update_val is not ParamScheduler._update_val: return stock()
     for n,f in cb.scheds.items(): learn.opt.set_hyper(n, _quick_schedule(f)(learn.pct_train))
+
+# %% ../../nbs/435_train.loop.ipynb #record
+@stand_in(Recorder, 'after_batch')
+def _record(cb, stock):
+    learn,smooth = cb.learn,cb.smooth_loss
+    if type(cb) is not Recorder or not learn.training or getattr(cb, 'cancel_train', False) or not isinstance(smooth, DeviceSmoothLoss): return stock()
+    if not len(learn.yb): return
+    for m in (smooth, *(learn.metrics if cb.train_metrics else ())): m.accumulate(learn)
+    learn.smooth_loss = loss = smooth.value
+    cb.lrs.append(learn.opt.hypers[-1]['lr'])
+    cb.losses.append(loss)

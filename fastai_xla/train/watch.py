@@ -17,7 +17,8 @@ from fastai.basics import Callback
 from torch import nn
 from .move import learner_modules
 from .meters import step_metrics
-from .look import _codes, _ref, _root, CannotSee, HostLook, is_trusted, module_internals, serial, variables_of, words_of
+from .serials import _ref, serial
+from .look import _codes, _root, CannotSee, HostLook, is_trusted, module_internals, variables_of, words_of
 
 # %% ../../nbs/445_train.watch.ipynb #code
 def _is_foreign(name):
