@@ -12,7 +12,7 @@ is the CPU time of the training thread from the end of a step to the end of the 
 taken of the steps before the middle of a training, and what XLA does is counted in those after it, as counting takes time and chills the host's caches. All train the same model on the same batches with AdamW on a one-cycle schedule; fastai's and fastai_xla's have a progress
 bar, a recorder and a metric. On 8 virtual cores each replica has an eighth of the batch, and its numbers are those of one core; all of them
 share one interpreter, which on a TPU each has to itself: `replica` is one in a process of its own, whose program has nobody to reduce with.
-The process has one program for all cores when the parameters are sharded. With `--tpu` the TPU's compiler estimates how long a described chip takes for
+The process has one program for all cores when the parameters are sharded, by hand too; what torch_xla does for the tensors of 8 cores is in both. With `--tpu` the TPU's compiler estimates how long a described chip takes for
 the step, which hides the host's work where that is less. Graph and memory are XLA's own account of the program of a step, of one core.
 Lightning knows no XLA device but a TPU, so three of its methods are replaced to let it run on the CPU.
 """
@@ -30,12 +30,12 @@ warnings.filterwarnings('ignore')
 BS,LR,WARM,CORES = 16,1e-3,6,8
 WORKS = dict(vit='timm ViT, 12 blocks of width 64, 16 px', resnet18='resnet18, 64 px', mlp='MLP of 8 layers')
 MORE = dict(vit24='timm ViT, 24 blocks of width 64, 16 px', vit_tiny='timm ViT-tiny, 12 blocks of width 192, 64 px')
-CONTENDERS = dict(hand='hand-written torch_xla loop, `torch.optim.AdamW`', syncfree='the same with `torch_xla.amp.syncfree.AdamW`', naive='naive fastai: `model.to`, a callback that syncs',
+CONTENDERS = dict(hand='hand-written torch_xla loop, `torch.optim.AdamW`', syncfree='the same with `torch_xla.amp.syncfree.AdamW`', hand_sharded='the same, parameters and batches spread over 8 virtual cores by `mark_sharding`', naive='naive fastai: `model.to`, a callback that syncs',
                   fastai_xla='fastai_xla, one core', traced='the same with `to_tpu(replay=False)`', distributed='fastai_xla, distributed, 8 virtual cores', replica='one of its replicas, alone in its process', sharded='fastai_xla, sharded, 8 virtual cores', stock='fastai_xla with the optimizer step of fastai', accelerate='accelerate', lightning='Lightning')
 TRIED = dict(compiled="fastai_xla, the model by `torch.compile(backend='openxla')`", scanned='fastai_xla, the blocks of the ViT by `scan_layers`',
              seldom='fastai_xla, one core, by `to_tpu(fetch_every=60)`: each second, the default, is each step where a step takes a second')
 
-STRANGERS = 'hand','syncfree','naive','accelerate','lightning' # train without anything of ours but what counts
+STRANGERS = 'hand','syncfree','hand_sharded','naive','accelerate','lightning' # train without anything of ours but what counts
 COUNTS = 'compiles','reads','uploads','upload_bytes','executions','nodes'
 
 def model(work):
@@ -74,12 +74,23 @@ def one_cycle(opt, n):
     import torch
     return torch.optim.lr_scheduler.OneCycleLR(opt, LR, total_steps=n)
 
-def run_hand(work, n, tick, syncfree=False):
-    import torch, torch_xla, torch_xla.distributed.parallel_loader as pl
+def spread(m):
+    "Spread each parameter of `m` over the cores by its largest dim that they divide; how a batch is spread"
+    import torch_xla.distributed.spmd as xs
+    mesh = xs.Mesh(list(range(CORES)), (CORES,), ('fsdp',))
+    for p in m.parameters():
+        fits = [i for i,o in enumerate(p.shape) if o%CORES==0]
+        if fits: xs.mark_sharding(p, mesh, tuple('fsdp' if i==max(fits, key=lambda o: p.shape[o]) else None for i in range(p.ndim)))
+    return lambda x: xs.ShardingSpec(mesh, ('fsdp', *[None]*(x.ndim-1)))
+
+def run_hand(work, n, tick, syncfree=False, sharded=False):
+    import torch, torch_xla, torch_xla.distributed.parallel_loader as pl, torch_xla.runtime as xr
     from torch.nn import functional as F
     from torch_xla.amp.syncfree import AdamW
-    dev = torch_xla.device()
-    m,dl = model(work).to(dev),pl.MpDeviceLoader(torch.utils.data.DataLoader(data(work, n), batch_size=BS), dev)
+    if sharded: xr.use_spmd()
+    dev,ds = torch_xla.device(),data(work, n)
+    m = model(work).to(dev)
+    dl = pl.MpDeviceLoader(torch.utils.data.DataLoader(ds, batch_size=BS), dev, **(dict(input_sharding=spread(m)(ds[:1][0])) if sharded else {}))
     opt = (AdamW if syncfree else torch.optim.AdamW)(m.parameters(), lr=LR)
     sched,kw = one_cycle(opt, n),dict(found_inf=torch.zeros((), device=dev)) if syncfree else {}
     for x,y in dl:
@@ -213,7 +224,7 @@ def run_lightning(work, n, tick):
     trainer.fit(Module(), torch.utils.data.DataLoader(data(work, n), batch_size=BS))
     return float(trainer.callback_metrics['loss'])
 
-RUNS = dict(hand=run_hand, syncfree=partial(run_hand, syncfree=True), naive=run_naive, fastai_xla=run_fastai_xla, traced=partial(run_fastai_xla, replay=False), distributed=run_distributed, replica=partial(run_distributed, cores=1), sharded=run_sharded,
+RUNS = dict(hand=run_hand, syncfree=partial(run_hand, syncfree=True), hand_sharded=partial(run_hand, sharded=True), naive=run_naive, fastai_xla=run_fastai_xla, traced=partial(run_fastai_xla, replay=False), distributed=run_distributed, replica=partial(run_distributed, cores=1), sharded=run_sharded,
             stock=partial(run_fastai_xla, stock=True), accelerate=run_accelerate, lightning=run_lightning, compiled=run_compiled, scanned=run_scanned,
             seldom=partial(run_fastai_xla, fetch_every=60.))
 
@@ -231,7 +242,7 @@ def measure(work, who, n):
     from fastai_xla.monitor import read_dump, training_graph
     with tempfile.TemporaryDirectory() as dump:
         env = dict(os.environ, XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump} --xla_dump_hlo_as_text")
-        if who not in ('distributed','sharded'): env['CPU_NUM_DEVICES'] = '1'
+        if who not in ('distributed','sharded'): env['CPU_NUM_DEVICES'] = str(CORES if who=='hand_sharded' else 1)
         res = subprocess.run([sys.executable, __file__, '--child', f'{work} {who}', '--steps', str(n)], capture_output=True, text=True, env=env)
         lines = [o for o in res.stdout.splitlines() if o.startswith('RESULT ')]
         if not lines: return print(f'{work} {who} failed: {res.stderr[-600:]}', file=sys.stderr)
