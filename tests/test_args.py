@@ -53,7 +53,7 @@ CASES = [ # what is called, and of its arguments the wrong values
     (JSDLoss, dict(num_splits=count, alpha=but(0, 1.5), smoothing=but(0))),
     (NaNGuard, dict(action=WRONG)), (HostQueue, dict(every=but(0, 1.5)), {}, dict(every='fetch_every')),
     (StrictSteps, dict(warm=at_least_0)), (TPUTrainer, dict(batch_tfms=WRONG, fetch_every=but(0, 1.5), replay=bit)), (StepReplay, dict(on=bit, confirm=count, check_every=count), {}, dict(on='replay')),
-    (StepPlans, dict(confirm=count)), *((o, dict(on=bit, confirm=count, check_every=count), {}, dict(on='replay')) for o in (BatchReplay, ValidReplay)), (StepTracing, dict(confirm=count)),
+    *((o, dict(confirm=count)) for o in (StepPlans, AgreedPlans)), *((o, dict(on=bit, confirm=count, check_every=count), {}, dict(on='replay')) for o in (BatchReplay, ValidReplay)), (StepTracing, dict(confirm=count)),
     (one_core, dict(batch_tfms=WRONG, fetch_every=but(0, 1.5), replay=bit, strict=bit, cache=place_or_none)),
     (use_virtual_cores, dict(n=count_or_none, processes=bit, hosts=count)), (run_replicas, dict(fn=WRONG, n=count_or_none), dict(fn=noop)),
     (TPUPool, dict(n_cores=count_or_none)), (get_pool, dict(n_cores=count_or_none)), (tpu_launch, dict(fn=WRONG, n_cores=count_or_none), dict(fn=noop)),

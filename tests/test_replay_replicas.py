@@ -1,5 +1,6 @@
 "Replicas run their steps again together: to the last bit what traced steps give; if one of them can't, all trace and say why."
-import random, time
+import random, signal, time
+from contextlib import contextmanager
 import pytest, torch_xla
 from fastai_xla.virtual_cores import run_replicas, use_virtual_cores
 use_virtual_cores(2)
@@ -8,6 +9,7 @@ from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.mixup import MixUp
 from fastai.callback.schedule import *
 from fastai.callback.training import GradientAccumulation, GradientClip
+from fastai_xla.train.capture import StepCapture
 
 N,B = 2,8 # replicas, and samples of a batch of one
 
@@ -154,3 +156,96 @@ refused = dict(reads=(partial(learner, Reads), {}, 'a step reads the device'), d
 def test_traced_for_a_reason(name):
     make,kwargs,why = refused[name]
     for _,replay,said in on_ranks(make, **kwargs): assert replay.n_replayed==0 and why in said, said
+
+# ---- what one of them alone can see
+
+@contextmanager
+def in_time(seconds=300):
+    "The body must end by then"
+    def late(*_): raise TimeoutError(f'not done after {seconds} s')
+    old = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try: yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, old)
+
+class Scaled(nn.Module):
+    "Its forward can see `note`, which changes nothing"
+    def __init__(self): super().__init__(); self.net,self.scale,self.note,self.says = net(),1.,0,False
+    def forward(self, x):
+        if self.says: print(end='')
+        return self.net(x.float())*self.scale
+
+class Sets(Callback):
+    "Calls `f(learn, value)` before some steps"
+    replayable = True
+    def __init__(self, f, at): self.f,self.at,self.n = f,at,0
+    def before_batch(self):
+        if not self.training: return
+        self.n += 1
+        if self.n in self.at: self.f(self.learn, self.at[self.n])
+
+class Casts(Callback):
+    "Gives batches of another type"
+    replayable,on = True,False
+    def before_batch(self):
+        if self.training and self.on: self.learn.xb = self.x.bfloat16(),
+
+def set_attr(k, *values): return lambda learn, on: setattr(learn.model, k, values[on])
+def set_wd(learn, on):
+    for o in learn.opt.state.values(): o['do_wd'] = not on
+def set_loss(learn, on): learn.loss_func = CrossEntropyLossFlat()
+def set_type(learn, on): learn.casts.on = on
+
+changes = dict(note=set_attr('note', 0, 1), scale=set_attr('scale', 1., 2.), wd=set_wd, loss=set_loss, type=set_type)
+times = dict(and_back=({6: True, 12: False},), at_the_end=({40: True},), for_good=({6: True},), now_and_then=({o: o//9%2==1 for o in range(9, 80, 9)},),
+    each_in_turn=({6: True, 30: False}, {11: True, 26: False}))
+
+def as_traced(f, ats, cbs=lambda: [], model=Scaled, **kwargs):
+    "`replay` of each replica and what it says, where at `ats` of each `f` is called; what came out is what it is if all steps are traced"
+    ends = []
+    for replay in (False, True):
+        sets = [Sets(f, o) for o in ats]
+        def on(r): return [Casts(), *cbs(), *sets[r:r+1]]
+        with in_time(): ends.append(on_ranks(partial(learner, model, n=40*N*B, **kwargs), lambda o: o.fit(2, 1e-2, wd=.1), cbs=on, replay=replay))
+    for w,g in zip(*ends): assert is_same(w[0], g[0]), f'{w[0]}\n!=\n{g[0]}'
+    assert all(o.n_replayed+o.n_traced==80 for _,o,_ in ends[1])
+    return [o[1] for o in ends[1]],[o[2] for o in ends[1]]
+
+@pytest.mark.parametrize('what,at', [(w, t) for w in changes for t in times if w in ('note','scale') or t in ('and_back','each_in_turn')])
+def test_one_replica_changes_something(what, at):
+    "It traces alone, and before long what it then does is run again; who has changed nothing runs its steps again all the time"
+    replays,said = as_traced(changes[what], times[at])
+    most = 50 if at=='now_and_then' else 20
+    for r,o in enumerate(replays): assert not o.why and o.n_traced<=(most if r<len(times[at]) else 5), said
+    assert replays[0].n_traced>3, said
+
+@pytest.mark.parametrize('kind', ['bf16','accumulates','train_metrics','mixup'])
+def test_one_replica_changes_something_where(kind):
+    kwargs = dict(cases[kind])
+    cbs = kwargs.pop('cbs', lambda r: [])
+    replays,said = as_traced(changes['scale'], times['and_back'], lambda: [cbs(0)] if kind!='train_metrics' else [], **kwargs)
+    assert all(not o.why and o.n_replayed>50 for o in replays), said
+
+def test_runs_the_program_of_the_others(monkeypatch):
+    "Where what has changed leaves the graph as it was, as on a TPU cores that exchange must run one program"
+    ran = [[] for _ in range(N)]
+    def noted(self, program, *args, stock=StepCapture._execute):
+        ran[rank()].append(program.key)
+        return stock(self, program, *args)
+    monkeypatch.setattr(StepCapture, '_execute', noted)
+    as_traced(changes['note'], times['each_in_turn'])
+    assert ran[0]==ran[1] and len(ran[0])==80
+
+@pytest.mark.parametrize('what', changes)
+def test_all_change_at_once(what):
+    "None of them knows of the others, until they ask each other"
+    replays,said = as_traced(changes[what], [{30: True}, {30: True}])
+    assert all(not o.why and 3<o.n_traced<=20 for o in replays), said
+
+def test_one_replica_finds_a_reason_later():
+    "The others learn of it when they ask each other next"
+    replays,said = as_traced(set_attr('says', False, True), [{}, {6: True}])
+    assert all(o.n_replayed<=8 and 'calls `print`' in o.why for o in replays), said
+    assert [('on replica 1' in o) for o in said]==[True, False], said

@@ -13,6 +13,7 @@ from fastai.basics import CancelBatchException, Learner
 from fastai.callback.fp16 import MixedPrecision
 from fastai.optimizer import Lookahead
 from fastcore.all import patch
+from ..runtime.hosts import n_hosts
 from ..runtime.ranks import world_size
 from ..runtime.args import check_bool, check_int
 from .optimizer import count_step, made_step, sent_numbers
@@ -22,7 +23,6 @@ from .effects import loose_gradient
 from .capture import shape_of, StepCapture
 from .parts import ReplayParts, ValidParts
 from .plans import leave_loss, StepTracing
-
 
 # %% ../../nbs/460_train.replay.ipynb #plan
 def _leave_batch(learn):
@@ -71,17 +71,19 @@ class BatchReplay(PlanRunner):
         why=None, # Why this cannot be done where `learn` is, in words
     ):
         "Lend `learn` batches that are run again, unless something stands against it"
-        self.ran,self.waiting,self.asked,self.looks,self.why = False,waiting,{},{},why or (None if self.on else '`replay=False` was asked for')
+        self.ran,self.waiting,self.looks,self.why = False,waiting,{},why or (None if self.on else '`replay=False` was asked for')
         if self.why: return
         self.watch.add(*users_code(learn, self.training))
         self.capture,self.parts = StepCapture(device),self.parts_of(learn, waiting, self.watch)
-        _,self.why = self._ask(self.odd or self._code(learn))
-        for p in self.plans.values(): p.agreed = False
+        self.alone,self.untold,self.wait,self.n_unready = self._is_alone(),[],1,0
+        (self.gap,),self.why = self._ask(self.odd or self._code(learn), [self.gap])
+        for p in self.plans.values(): p.since = self.check_every
         if not self.why: loans.lend(learn, '_do_one_batch', self._one_batch)
 
     def _one_batch(self, learn, stock):
-        if self.why or learn.training!=self.training or not self.takes(learn): return stock()
-        plan = self.plans.get(self.parts.key(learn))
+        if self.why or self.odd or learn.training!=self.training or not self.takes(learn): return stock()
+        self.key = self.parts.key(learn)
+        plan = self.plans.get(self.key)
         if plan and plan.agreed and plan.since<self.check_every and self._run(learn, plan): return
         self._begin(learn)
         try: stock()
@@ -92,9 +94,10 @@ class BatchReplay(PlanRunner):
     def cut(self, learn):
         "The end of a batch: run what it has left; what callbacks leave of one that was run again waits for the next, if there is one"
         self.watch.stop()
-        if self.ran and learn.iter+1>=learn.n_iter: self.capture.rest(learn.dl.sync)
-        if not self.ran and (self.open is None or not (closed := self._close(learn))): learn.dl.sync()
-        if self.open is not None: self._agree(closed)
+        if self.ran and (learn.iter+1>=learn.n_iter or self.wait==1): self.capture.rest(learn.dl.sync)
+        closed = self.ran or (None if self.open is None else bool(self._close(learn)))
+        if not closed: learn.dl.sync()
+        if self.open is not None or not (self.alone or self.why): self._agree(closed)
         self.n_traced += not self.ran
         self.open,self.ran = None,False
 
@@ -109,8 +112,8 @@ class ValidReplay(BatchReplay):
     "Runs the batches of a validation again, all but a last one that is padded"
     what,training,parts_of = 'batches of validation',False,ValidParts
     def takes(self, learn): return learn.dl.n_real is None
-    def _ask(self, odd, ready=False): return (ready,odd) if world_size()>1 else super()._ask(odd, ready) # replicas exchange nothing in a validation
-
+    def _is_alone(self): return n_hosts()==1 # replicas exchange nothing in a validation
+    def _ask(self, odd, ready=()): return ([*ready],odd) if world_size()>1 else super()._ask(odd, ready)
 
 # %% ../../nbs/460_train.replay.ipynb #replay
 class StepReplay(BatchReplay):

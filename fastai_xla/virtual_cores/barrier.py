@@ -30,6 +30,19 @@ def _by_step(
     for rank in sorted(here): ranks.setdefault(here[rank], []).append(str(rank))
     return '; '.join(f"replica{'s' if len(rs)>1 else ''} {', '.join(rs)}: {step}" for step,rs in ranks.items())
 
+# %% ../../nbs/500_virtual_cores.barrier.ipynb #again
+class _Again(str):
+    "The run of collectives that were recorded before, which a peer may be recording: then it is at `next`"
+    def __new__(cls, run, next):
+        self = super().__new__(cls, run)
+        self.next = next
+        return self
+
+def _differ(steps):
+    "Do replicas that are at `steps` not do the same?"
+    if all(isinstance(o, _Again) for o in steps): return len({*steps})>1
+    return len({getattr(o, 'next', o) for o in steps})>1
+
 # %% ../../nbs/500_virtual_cores.barrier.ipynb #barrier
 def _why_left(
     e=None, # What it has raised, if anything
@@ -43,7 +56,7 @@ class _Barrier:
     def __init__(self, n): self.n,self.cv,self.open,self.left = n,threading.Condition(),{},{}
 
     def meet(self, rank, step, group):
-        "Return when each rank of `group` has come to `step`; raise `ReplicaError` if that cannot be"
+        "Return where each rank of `group` is when all have come to `step`; raise `ReplicaError` if that cannot be"
         with self.cv:
             here = self.open.setdefault(group, {})
             here[rank] = step
@@ -55,7 +68,8 @@ class _Barrier:
                     del here[rank]
                     raise e
                 self.cv.wait()
-        if len({*here.values()})>1: raise ReplicaError(f'The replicas do not do the same. {_by_step(here)}')
+        if _differ(here.values()): raise ReplicaError(f'The replicas do not do the same. {_by_step(here)}')
+        return [*here.values()]
 
     def _which(self, rank): return f'replica {rank}'
 
@@ -77,6 +91,25 @@ class _Barrier:
         with self.cv:
             self.left[rank] = why
             self.cv.notify_all()
+
+# %% ../../nbs/500_virtual_cores.barrier.ipynb #meet-run
+def _run_of(groups, g): return f'the run of {groups.count(g)} collectives'
+
+def _meet_run(barrier, rank, recorded):
+    "Meet everybody who takes part in the run of `recorded`, (step, group) of each collective"
+    groups = [g for _,g in recorded]
+    for g in dict.fromkeys(groups): barrier.meet(rank, _run_of(groups, g), g)
+
+def _meet_run_again(barrier, rank, recorded):
+    "The same, where `recorded` was run before"
+    groups = [g for _,g in recorded]
+    if len({*groups})>1:
+        for step,g in recorded: barrier.meet(rank, step, g)
+        return _meet_run(barrier, rank, recorded)
+    for g in groups[:1]:
+        run = _run_of(groups, g)
+        for step in (*(o for o,_ in recorded), run):
+            if {*barrier.meet(rank, _Again(run, step), g)}=={run}: return
 
 # %% ../../nbs/500_virtual_cores.barrier.ipynb #alive
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 from ..runtime.device import torch_xla, xm
 from ..runtime.counts import count_call
 from ..patches.registry import Loans
-from .barrier import ReplicaError, _Barrier
+from .barrier import ReplicaError, _Barrier, _meet_run, _meet_run_again
 
 # %% ../../nbs/510_virtual_cores.collectives.ipynb #run
 class _Replica:
@@ -37,7 +37,7 @@ class _Run:
         group = next((tuple(g) for g in groups if me.rank in g), None)
         if group is None:
             raise ReplicaError(f'Replica {me.rank} called {step} for the groups {groups}, of which it is no member', me.rank)
-        me.pending.append(group)
+        me.pending.append((step, group))
         self.barrier.meet(me.rank, step, group)
         rest,size = [i for i in range(self.n) if not any(i in g for g in groups)],len(groups[0])
         return groups + [rest[i:i+size] for i in range(0, len(rest), size)]
@@ -45,7 +45,7 @@ class _Run:
     def meet_pending(self, me):
         "Before the recorded collectives of `me` run, meet everybody who takes part in them"
         pending,me.pending = me.pending,[]
-        for g in dict.fromkeys(pending): self.barrier.meet(me.rank, f'the run of {pending.count(g)} collectives', g)
+        _meet_run(self.barrier, me.rank, pending)
 
 # %% ../../nbs/510_virtual_cores.collectives.ipynb #table
 _recording,_running = [],[] # stand-ins of what records collectives, and of what runs graphs that may hold some
@@ -218,8 +218,8 @@ def _set_donation(old, on):
 def _run_again(old, key, ins):
     "Run a program that has been compiled, with the peers of its collectives"
     me = _Run.now.replica(_lib()._xla_get_default_device())
-    me.pending = list(_Run.now.programs[key])
-    _Run.now.meet_pending(me)
+    if me.pending: _Run.now.meet_pending(me) # it has just been traced
+    else: _meet_run_again(_Run.now.barrier, me.rank, _Run.now.programs[key])
     with me.lock: return old(key, ins)
 
 @_runs_graphs('_set_all_reduce_token')
