@@ -193,7 +193,7 @@ class StepPlan:
     shapes:list # Of its tensors
     left:list # Of `StepLeft`
     seen:int=1 # Traced steps in a row that were this program
-    agreed:bool=False # Have all ranks said in this epoch that they can run it again?
+    agreed:bool=False # Have all ranks said that they can run it again?
     since:int=0 # Steps that were run since
     made:object=None # The optimizer's step in it
 
