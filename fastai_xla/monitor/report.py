@@ -32,15 +32,7 @@ def work_kind(
     inside = {j.opcode for c in o.called_computation_ids for j in comps[c]}
     return '+'.join(k for k in _costly if k in inside) or 'elementwise'
 
-# %% ../../nbs/910_monitor.report.ipynb #report
-class Work(NamedTuple):
-    "An instruction, or several of a kind"
-    kind:str
-    cycles:int # By the compiler's estimate, of all its runs
-    runs:int
-    shape:str # Of its result
-    module:str|None=None # Of the model, that it comes from
-
+# %% ../../nbs/910_monitor.report.ipynb #estimate
 def _is_start(o): return not o.opcode.endswith('-done')
 
 def _estimate(o):
@@ -49,6 +41,15 @@ def _estimate(o):
     return int(found[1]) if found and o.opcode!='while' else None
 
 def _estimated(module, turns): return sum(n*(_estimate(o) or 0) for o,n in program_calls(module, turns))
+
+# %% ../../nbs/910_monitor.report.ipynb #report
+class Work(NamedTuple):
+    "An instruction, or several of a kind"
+    kind:str
+    cycles:int # By the compiler's estimate, of all its runs
+    runs:int
+    shape:str # Of its result
+    module:str|None=None # Of the model, that it comes from
 
 class WorkCounts:
     "The work in a program, with and without an estimate; `turn` is what is in it of loops in which the data decide about turns: one turn"

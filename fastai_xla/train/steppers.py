@@ -9,16 +9,15 @@ __all__ = ['stands_for', 'step_formula', 'torch_rmsprop', 'torch_rmsprop_mom', '
            'step_program', 'StepMask', 'mask_step', 'mask_of']
 
 # %% ../../nbs/400_train.steppers.ipynb #imports
-import math
 from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 import fastai.optimizer as fo, torch
 from fastai.optimizer import debias
-from ..runtime.device import torch_xla, xm
+from ..runtime.device import torch_xla
 from ..patches.ops import widen
-from .layouts import arranged_update, update_in_rows
+from .layouts import arranged_update, in_lines, line_part, suit_lines, update_in_rows
 
 # %% ../../nbs/400_train.steppers.ipynb #steppers
 _formulas = {}
@@ -203,25 +202,9 @@ def _lower(made, tensors):
     assert len(inputs)==len(ctx.device_parameter_id_tensor_mapping()), 'a stepper holds a constant tensor: its numbers belong in `scalars`'
     return ctx.hlo(),inputs
 
-# %% ../../nbs/400_train.steppers.ipynb #lines
-_by_layer,_longest = {fo.larc_layer_lr, fo.larc_step, fo.lamb_step},1<<14
-
-def _take_lines(steppers, specs):
-    "Do all parameters take the numbers of an update of elements as lines?"
-    few = len(specs)<=8 and not _by_layer & {f for f,*_ in steppers}
-    return few and all(len(o.shape)==2 and max(o.shape)<=_longest for o in specs)
-
-def _lines(numbers, n):
-    "Each of `numbers` as a line of `n` or more, in whole tiles"
-    res = numbers[:,None,None].expand(-1, math.ceil(n/1024)*8, 128)+0
-    xm.optimization_barrier_([res]) # or XLA would cut the numbers again
-    return [o.flatten() for o in res]
-
-def _meeting(line, shape):
-    "What of `line` meets a matrix of `shape`"
-    return line[:shape[1]] if shape[1]>1 else line[:shape[0],None]
-
 # %% ../../nbs/400_train.steppers.ipynb #step-program
+_by_layer = {fo.larc_layer_lr, fo.larc_step, fo.lamb_step}
+
 @lru_cache(64)
 def step_program(
     steppers:tuple, # From `stepper_of`
@@ -234,12 +217,12 @@ def step_program(
     "The update of all parameters: called with the rows and each parameter's tensors it returns what is new, by name"
     import torch_xla.core.xla_builder as xb
     numbers,n = xb.create_placeholder_tensor((n_rows*len(names),), dtype),len(names)
-    lines = pin and _take_lines(steppers, specs)
-    each = _lines(numbers, max(max(o.shape) for o in specs)) if lines else numbers.unbind()
+    lines = pin and suit_lines([o.shape for o in specs]) and not _by_layer & {f for f,*_ in steppers}
+    each = in_lines(numbers, max(max(o.shape) for o in specs)) if lines else numbers.unbind()
     tensors = [[xb.create_placeholder_tensor(o.shape, t) for t in o.dtypes] for o in specs]
     def changed(o, ts):
-        own = each[o.row*n:(o.row+1)*n]
-        update = partial(_update, steppers, o, SimpleNamespace(**dict(zip(names, [_meeting(t, o.shape) for t in own] if lines else own))))
+        own = [line_part(t, o.shape) if lines else t for t in each[o.row*n:(o.row+1)*n]]
+        update = partial(_update, steppers, o, SimpleNamespace(**dict(zip(names, own))))
         return update_in_rows(update, ts, o.names) if pin else update(ts)
     new = [*map(changed, specs, tensors)]
     named,flat = [(k,i) for i,o in enumerate(specs) for k in o.names],[t for ts in tensors for t in ts]
