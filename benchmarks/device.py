@@ -7,6 +7,7 @@
     python benchmarks/device.py --sampling                            # what sampling alone takes, by look-ups and by products
 Needs `pip install 'fastai_xla[compile]'`, and for the JAX column a Python with jax, which is asked for the program alone; without it the column is empty.
 Estimates of a compiler for a described chip: nothing runs on a TPU. Gathers have no estimate: their rows are counted at 5.3 cycles each, as libtpu's assembly has them.
+The loop that makes tiles again which look further (`patches.tiles`) is counted with one turn, and beside it with as many as `aug_transforms()`'s draws take on average.
 """
 import argparse, math, os, re, signal, subprocess, sys, tempfile, warnings
 from pathlib import Path
@@ -153,16 +154,20 @@ def sampled(size, kind, cache, bs=16):
     return ProgramReport(res, memory, s, seconds)
 
 def sampling(cache):
-    "The table of what sampling takes"
+    "The table of what sampling takes; of tiles with one turn of the loop, and with as many as it takes"
     kinds = 'look-ups','numbers','tiles of numbers','bytes','tiles of bytes'
-    print('| 16 images of | four look-ups a pixel, at 5.3 cycles a row | products of any numbers | by tiles | of bytes | by tiles |', '| --- | --- | --- | --- | --- | --- |', sep='\n')
+    print('| 16 images of | four look-ups a pixel, at 5.3 cycles a row | products of any numbers | by tiles | by mean turns | of bytes | by tiles | by mean turns | mean turns |',
+        f"|{' --- |'*9}", sep='\n')
     for size in (64, 128, 224):
-        cells = [f'{(r.cycles+gathered(r))/1e6:.2f}' for r in (sampled(size, k, cache) for k in kinds)]
-        print(f"| {size} px | {' | '.join(cells)} |", flush=True)
-    for size in (128, 224): print(f'A batch of 16 images of {size} px has {far_tiles(size):.2f} tiles that look further')
+        turns,cells = far_tiles(size),[]
+        for k in kinds:
+            r = sampled(size, k, cache)
+            cells += [r.cycles+gathered(r)] + [by_turns(r, turns)]*('tiles' in k)
+        print(f"| {size} px | {' | '.join(f'{o/1e6:.2f}' for o in cells)} | {turns:.2f} |", flush=True)
 
-def far_tiles(size, n=3200, bs=16):
-    "Tiles of a batch of `bs` images, on average, that look further than the part of 49 by 49 pixels which they choose from, as `aug_transforms()` draws"
+def far_tiles(size, n=8000, bs=16):
+    """Tiles of a batch of `bs` images, on average, that look further than the part of 49 by 49 pixels which they choose from, as `aug_transforms()` draws:
+    the turns of the loop that makes them again, one after the other"""
     import torch
     from fastai.vision.augment import AffineCoordTfm, aug_transforms, compose_tfms, setup_aug_tfms
     from fastai.vision.core import TensorImage
@@ -189,17 +194,22 @@ def gathered(r):
             n += runs*max(1, math.prod(dims[:-1]))
     return n*row_cycles
 
+def by_turns(r, turns):
+    "Cycles with look-ups, if loops in which the data decide take so many turns"
+    return r.cycles+gathered(r)+(turns-1)*r.turn
+
 def shown(x, form='.2f'): return '' if x is None else format(x, form)
 
 def row(name, python, effort, cache, kinds):
-    "The cells of a work"
+    "The cells of a work, and our million cycles, with one turn of loops in which the data decide and by mean turns"
     w = works[name]
     rs = [ours(w, effort, cache)] + ([of_jax(name, python, effort, cache)] if python else [])
     if kinds: print(*[f'{who}: {r}' for who,r in zip(('ours','JAX'), rs)], sep='\n\n')
     (c,full,mem),(jc,jfull,jmem) = ([(r.cycles/1e6, (r.cycles+gathered(r))/1e6, r.memory.total/1e6) for r in rs]+[(None,)*3])[:2]
-    plan = planned(w)
-    return (name, shown(c), shown(full), shown(jc), shown(jfull), shown(jfull and full/jfull), shown(mem, '.0f'), shown(plan and plan/1e6, '.0f'), shown(jmem, '.0f'),
-        shown(jmem and mem/jmem), '+'.join(f'{r.seconds:.0f}' for r in rs))
+    plan,turned = planned(w),by_turns(rs[0], far_tiles(w.size, bs=w.bs))/1e6 if w.aug and rs[0].turn else None
+    cells = (name, shown(c), shown(full), shown(turned), shown(jc), shown(jfull), shown(jfull and (turned or full)/jfull),
+        shown(mem, '.0f'), shown(plan and plan/1e6, '.0f'), shown(jmem, '.0f'), shown(jmem and mem/jmem), '+'.join(f'{r.seconds:.0f}' for r in rs))
+    return cells,(full,turned or full)
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -218,11 +228,16 @@ def main():
     if a.counts and not a.jax: p.error('--counts compares with JAX: add --jax and a Python that has it')
     if a.sampling: return sampling(a.cache)
     if a.counts: return counts(a.names or works, a.jax)
-    print('| work | Mcycles, ours | with look-ups | JAX | with look-ups | ratio | MB, ours | planned | JAX | ratio | compiled in, s |')
-    print('| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |')
+    print('| work | Mcycles, ours | with look-ups | by mean turns | JAX | with look-ups | ratio | MB, ours | planned | JAX | ratio | compiled in, s |')
+    print(f"|{' --- |'*12}")
+    took = {}
     for name in a.names or works:
         signal.alarm(a.limit)
-        print(f"| {' | '.join(row(name, a.jax, -.5 if a.fast else 0., a.cache, a.kinds))} |", flush=True)
+        cells,took[name] = row(name, a.jax, -.5 if a.fast else 0., a.cache, a.kinds)
+        print(f"| {' | '.join(cells)} |", flush=True)
     signal.alarm(0)
+    for name in took:
+        base = took.get(name.replace('_aug', ''))
+        if works[name].aug and base: print('{}: augmentation adds {:.1%}, by mean turns {:.1%}'.format(name, *[a/b-1 for a,b in zip(took[name], base)]))
 
 if __name__ == '__main__': main()

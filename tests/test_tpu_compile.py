@@ -105,7 +105,7 @@ for shape in ((64,64,3,3), (128,64,3,3), (128,64,1,1), (64,128,1,1), (64,3,7,7),
 def test_families(name, no_process_left):
     make,slice,form,options = FAMILIES[name]
     learn = make()
-    r = learn.compile_for(slice, form, fast=True, limit=120, **options)
+    r = learn.compile_for(slice, form, fast=name!='collab_long', limit=120, **options) # with less effort the compiler keeps other tensors in memory, too
     train = r.programs['train']
     assert r.fits and train.cycles>r.programs['valid'].cycles>1000 and train.memory.alias>0
     assert ('all-reduce' in train.collectives)==(r.slice.n>1)
@@ -126,6 +126,7 @@ def test_families(name, no_process_left):
         assert not [o for o in train.works if 'reverse' in o.kind and ',3,3]' in o.shape], train # of the kernels
         assert any(o.shape.startswith('(f32[256,128],') for o in train.works) and not any('128,1,1],f32' in o.shape for o in train.works) # an update in rows
     if name=='stem': assert train.memory.temp<160e6, train # 177 MB if what a max-pool takes of a ReLU was kept
+    if name=='collab_long': assert not train.memory.temp, train # 1.2 MB if numbers of the optimizer were cut as scalars
     if name=='collab_long': assert not any(o.shape.startswith('(f32[2000],') for o in train.works), train # two if gradients of columns were not pinned
     if name=='vit_v6e': assert n_copies<30 and not train.share('reduce-window'), train # 49, and windows in torch_xla's layer norms
     if 'collab' in name: assert train.n_wide<4, train # 6 and 8 if a look-up and its gradient made numbers of rows of their own

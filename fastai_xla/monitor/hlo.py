@@ -131,21 +131,26 @@ def forget_source(
     return module
 
 # %% ../../nbs/890_monitor.hlo.ipynb #turns
+def _condition(o, comps):
+    "Which computation says whether the loop `o` turns again"
+    return min(o.called_computation_ids, key=lambda c: len(comps[c]))
+
 def _turns(o, comps):
-    "How often the loop `o` turns"
+    "How often the loop `o` turns; None if the data decide"
     known = re.search(rb'"known_trip_count":\{"n":"(\d+)"', o.backend_config)
     if known: return int(known[1])
-    todo,best = [min(o.called_computation_ids, key=lambda c: len(comps[c]))],1
+    todo,best = [_condition(o, comps)],1
     while todo:
         for j in comps[todo.pop()]:
             todo += j.called_computation_ids
             best = max([best, *(n for n in [*j.literal.s32s, *j.literal.s64s, *j.literal.u32s, *j.literal.u64s] if n<1<<31)])
-    return best
+    return best if best>1 else None
 
 _callers = 'while','call','conditional'
 
 def program_calls(
     module, # A `HloModuleProto`
+    turns:float=1, # Of a loop in which the data decide about them
 ):
     "Pairs of an instruction and how often it runs, of all that the device runs one after the other"
     comps = {c.id: c.instructions for c in module.computations}
@@ -155,6 +160,8 @@ def program_calls(
         runs[cid] += n
         for o in comps[cid]:
             if o.opcode not in _callers and not o.opcode.startswith('async-start'): continue
-            n_in = n*_turns(o, comps) if o.opcode=='while' else n
-            todo += [(c, n_in) for c in o.called_computation_ids]
+            if o.opcode=='while':
+                k,cond = _turns(o, comps),_condition(o, comps)
+                todo += [(c, n*((turns if k is None else k)+(c==cond))) for c in o.called_computation_ids]
+            else: todo += [(c, n) for c in o.called_computation_ids]
     return [(o, n) for cid,n in runs.items() for o in comps[cid]]

@@ -32,6 +32,16 @@ def work_kind(
     inside = {j.opcode for c in o.called_computation_ids for j in comps[c]}
     return '+'.join(k for k in _costly if k in inside) or 'elementwise'
 
+# %% ../../nbs/910_monitor.report.ipynb #estimate
+def _is_start(o): return not o.opcode.endswith('-done')
+
+def _estimate(o):
+    "Estimated cycles of the instruction `o`, None if it has no estimate; what is in a loop is counted there"
+    found = re.search(rb'"estimated_cycles":"(\d+)"', o.backend_config)
+    return int(found[1]) if found and o.opcode!='while' else None
+
+def _estimated(module, turns): return sum(n*(_estimate(o) or 0) for o,n in program_calls(module, turns))
+
 # %% ../../nbs/910_monitor.report.ipynb #report
 class Work(NamedTuple):
     "An instruction, or several of a kind"
@@ -41,24 +51,23 @@ class Work(NamedTuple):
     shape:str # Of its result
     module:str|None=None # Of the model, that it comes from
 
-def _is_start(o): return not o.opcode.endswith('-done')
-
 class WorkCounts:
-    "The work in a program, with and without an estimate"
+    "The work in a program, with and without an estimate; `turn` is what is in it of loops in which the data decide about turns: one turn"
     def __init__(self,
         module, # The optimized program, a `HloModuleProto`
     ):
         comps = {c.id: c.instructions for c in module.computations}
         self.works,self.unknown,self.collectives,self.n_wide = [],Counter(),Counter(),0
         for o,n in program_calls(module): self._add(o, n, comps)
+        self.turn = _estimated(module, 2)-_estimated(module, 1)
 
     def _add(self, o, n, comps):
         "Note the instruction `o`, which runs `n` times"
-        kind,cycles = work_kind(o, comps),re.search(rb'"estimated_cycles":"(\d+)"', o.backend_config)
+        kind,cycles = work_kind(o, comps),_estimate(o)
         self.n_wide += 'X64' in o.custom_call_target
         if _collective.match(o.opcode) and _is_start(o): self.collectives[o.opcode.removesuffix('-start')] += n
         if o.opcode=='while': return
-        if cycles: self.works.append(Work(kind, int(cycles[1])*n, n, shape_text(o.shape), scope_of(o.metadata.op_name)))
+        if cycles is not None: self.works.append(Work(kind, cycles*n, n, shape_text(o.shape), scope_of(o.metadata.op_name)))
         elif o.opcode in _no_estimate or _collective.match(o.opcode) and _is_start(o): self.unknown[kind, shape_text(o.shape)[:60]] += n
 
     @cached_property
@@ -120,6 +129,7 @@ class ProgramReport(WorkCounts):
         res = [f"memory of a device: {size_text(m.total)} of {size_text(s.memory)}, {'fits' if self.fits else 'DOES NOT FIT'}: arguments {size_text(m.args)}"
             f" + results {size_text(m.out)} - reused {size_text(m.alias)} + temporary {size_text(m.temp)}; program {size_text(m.code)}",
             f"the compiler's estimate: {self.cycles/1e6:.3g} million cycles = {self.time*1e3:.3g} ms at {s.clock/1e9} GHz"]
+        if self.turn: res.append(f"of these {self.turn/1e3:.0f} thousand are a turn of loops that turn as often as the data say, which is counted once")
         if self.unknown:
             res.append('without an estimate, not in it: ' + ', '.join(f'{n} {k} {shape}' for (k,shape),n in self.unknown.most_common(8)))
         by,n = self.by_module(),max(1, self.cycles)
@@ -148,6 +158,7 @@ class CutReport(ProgramReport):
         def summed(of): return sum((Counter({k: v*o.n for k,v in of(o.report).items()}) for o in parts), Counter())
         self.unknown,self.collectives = summed(lambda r: r.unknown),summed(lambda r: r.collectives)
         self.n_wide,self.slice,self.seconds = sum(r.n_wide for r in rs),rs[0].slice,sum(r.seconds for r in rs)
+        self.turn = sum(o.report.turn*o.n for o in parts)
         self.memory = max((r.memory._replace(args=max(r.memory.args, held)) for r in rs), key=lambda o: o.total)
 
     def lines(self):

@@ -170,8 +170,9 @@ def _apply_perspective(old, coords, coeffs):
     c = raw(coeffs).reshape(-1, 8, *[1]*(coords.ndim-2))
     x,y = raw(coords).unbind(-1)
     w = c[:,6]*x + c[:,7]*y + 1
-    res = torch.stack([(c[:,i]*x + c[:,i+1]*y + c[:,i+2])/w for i in (0,3)], -1)
-    return torch.where((w==0).any(), raw(coords), res).as_subclass(type(coords))
+    stays = (w==0).any()
+    res = [torch.where(stays, o, (c[:,i]*x + c[:,i+1]*y + c[:,i+2])/w) for i,o in ((0,x),(3,y))]
+    return torch.stack(res, -1).as_subclass(type(coords))
 
 @replaces(TensorPoint, 'affine_coord', 'fastai 2.8', '`torch.inverse` of a 2x2 matrix ran on the host')
 def _affine_coord(old, x, mat=None, *args, **kwargs):

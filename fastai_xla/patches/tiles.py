@@ -13,7 +13,7 @@ from threading import get_ident
 import fastai.vision.augment as faug, torch
 from fastai.vision.core import TensorImage
 from torch.nn import functional as F
-from ..runtime.device import program_kind, torch_xla, xr
+from ..runtime.device import program_kind, torch_xla, xm, xr
 from .ops import _sampled_by_products, _suits_products, _tent, bf16_pieces, pixel_line, raw, source_pixel, widen
 
 # %% ../../nbs/145_patches.tiles.ipynb #grid
@@ -80,11 +80,12 @@ _step,_size,_per_side = 3,4,16
 _part = _step*(_per_side-1)+_size
 
 def _first(p, n):
-    "Of each tile the first of `n` pixels that its places `p` look at, the places from there on, and whether any is further than the part reaches"
+    "Of each tile the first of `n` pixels that its places `p` look at, and whether any is further than the part reaches"
     last = max(n-_part, 0)
     least,most = p.amin(-1),p.amax(-1)
+    xm.optimization_barrier_([p, least, most]) # or the places would be computed again wherever they are used
     first = least.floor().clamp(0, last)
-    return first,p-first[...,None],(most-first>_part-1) & (first<last)
+    return first,(most-first>_part-1) & (first<last)
 
 def _picks(first, n):
     "For each tile a matrix that picks of `n` pixels those of its windows"
@@ -99,21 +100,20 @@ def _tile_windows(x, rows, cols):
     res = torch.einsum('ntakcw,ntjw->ntcakj', res, cols).reshape(n*t, c, _size, _per_side, _size, _per_side)
     return res.permute(0,1,2,4,3,5).reshape(n*t, c, _size**2, _per_side**2)
 
-def _in_tiles(x, px, py, pieces):
-    "The pixels of the images `x` at `px` and `py`, (N,tiles,C,pixels), and whether each tile looks too far"
+def _in_tiles(x, px, py, x0, y0, pieces):
+    "The pixels of the images `x` at `px` and `py`, (N,tiles,C,pixels); parts begin at `x0` and `y0`"
     n,c,h,w = x.shape
-    (y,py,far_y),(x0,px,far_x) = _first(py, h),_first(px, w)
-    rows,cols = _picks(y, h),_picks(x0, w)
+    rows,cols = _picks(y0, h),_picks(x0, w)
     windows = torch.cat([_tile_windows(o, rows, cols) for o in bf16_pieces(x, pieces)], 3).flatten(1, 2)
-    fy,fx = [p.flatten(0, 1)[:,None] for p in (py,px)]
+    fy,fx = [(p.flatten(0, 1)-first.reshape(-1, 1))[:,None] for p,first in ((py,y0),(px,x0))]
     iy,ix = [(p/_step).floor().clamp(0, _per_side-1) for p in (fy,fx)]
-    i = torch.arange(pieces*_per_side**2, device=x.device, dtype=torch.float32)[:,None]%_per_side**2
+    i = torch.arange(_per_side**2, device=x.device, dtype=torch.float32).repeat(pieces)[:,None]
     picked = torch.einsum('nmk,nkp->nmp', windows, (i==iy*_per_side+ix).float())
     m = torch.arange(_size**2, device=x.device, dtype=torch.int32)[:,None]
     picked = picked.unflatten(1, (c,-1))*(_tent(fy-iy*_step, m//_size)*_tent(fx-ix*_step, m%_size))[:,None]
     i = torch.arange(c, device=x.device, dtype=torch.int32)
     res = _precise_product((i[:,None]==i.repeat_interleave(_size**2)).float(), picked.flatten(1, 2))
-    return res.reshape(n, -1, *res.shape[1:]),far_y|far_x
+    return res.reshape(n, -1, *res.shape[1:])
 
 # %% ../../nbs/145_patches.tiles.ipynb #far
 def _whole(*args): return _sampled_by_products(*args)[:,:,0]
@@ -183,8 +183,9 @@ def sampled_by_tiles(
     if padding_mode=='zeros': px,py = px.clamp(-1, x.shape[3]),py.clamp(-1, x.shape[2])
     n = len(x) if len(x)*px.shape[1]<=256 else max(1, 128//px.shape[1])
     with torch.autocast('xla', enabled=False):
-        res,far = zip(*[_in_tiles(*o, pieces) for o in zip(x.split(n), px.split(n), py.split(n))])
-        res = from_tiles(_made_again(torch.cat(res), torch.cat(far), x, px, py, pieces), h, w)
+        (x0,far_x),(y0,far_y) = _first(px, x.shape[3]),_first(py, x.shape[2])
+        res = [_in_tiles(*o, pieces) for o in zip(*[o.split(n) for o in (x, px, py, x0, y0)])]
+        res = from_tiles(_made_again(torch.cat(res), far_x|far_y, x, px, py, pieces), h, w)
     return res/div if div else res.to(dtype)
 
 def affine_by_tiles(

@@ -17,7 +17,7 @@ import fastai.optimizer as fo, torch
 from fastai.optimizer import debias
 from ..runtime.device import torch_xla
 from ..patches.ops import widen
-from .layouts import arranged_update, update_in_rows
+from .layouts import arranged_update, in_lines, line_part, suit_lines, update_in_rows
 
 # %% ../../nbs/400_train.steppers.ipynb #steppers
 _formulas = {}
@@ -203,6 +203,8 @@ def _lower(made, tensors):
     return ctx.hlo(),inputs
 
 # %% ../../nbs/400_train.steppers.ipynb #step-program
+_by_layer = {fo.larc_layer_lr, fo.larc_step, fo.lamb_step}
+
 @lru_cache(64)
 def step_program(
     steppers:tuple, # From `stepper_of`
@@ -215,11 +217,12 @@ def step_program(
     "The update of all parameters: called with the rows and each parameter's tensors it returns what is new, by name"
     import torch_xla.core.xla_builder as xb
     numbers,n = xb.create_placeholder_tensor((n_rows*len(names),), dtype),len(names)
-    scalars = numbers.unbind()
-    rows = [SimpleNamespace(**dict(zip(names, scalars[i*n:(i+1)*n]))) for i in range(n_rows)]
+    lines = pin and suit_lines([o.shape for o in specs]) and not _by_layer & {f for f,*_ in steppers}
+    each = in_lines(numbers, max(max(o.shape) for o in specs)) if lines else numbers.unbind()
     tensors = [[xb.create_placeholder_tensor(o.shape, t) for t in o.dtypes] for o in specs]
     def changed(o, ts):
-        update = partial(_update, steppers, o, rows[o.row])
+        own = [line_part(t, o.shape) if lines else t for t in each[o.row*n:(o.row+1)*n]]
+        update = partial(_update, steppers, o, SimpleNamespace(**dict(zip(names, own))))
         return update_in_rows(update, ts, o.names) if pin else update(ts)
     new = [*map(changed, specs, tensors)]
     named,flat = [(k,i) for i,o in enumerate(specs) for k in o.names],[t for ts in tensors for t in ts]
