@@ -121,7 +121,7 @@ SEAMS = '''start_iter DeviceDL Shipment EventTeller lengthen_lr_find run_along r
     bucket_len MixtureDL NotDue MeshTrainer DeviceMetric check_number check_int check_bool check_choice check_type check_callable check_path check_prefetch wrong_arg
     OnDevice ShareTrainer distributed_trainer TPUPoolTrainer attach_replica CheckpointSaver CheckpointWriter CheckpointReader PhaseResumer
     TPUShardedTrainer TPUFSDPTrainer device_version Shards TFRecordShards StreamDL BucketDL XLADL RNGHandoff TfmVerdicts standardize
-    dist_version inside_boxes ShardReader uncount_steps make_programs_for lend_builtin arranged_update
+    dist_version inside_boxes ShardReader uncount_steps make_programs_for lend_builtin arranged_update in_lines program_calls
     function_of restores OwnDraws MarkedDL graph_error DevicePhases BatchEnds BadStepWatch launch_error shapes_of process_start is_running Lease
     check_room groups_by_size pieces_of read_pieces plain_dtype tensor_kind Encoder encode encode_states Decoder decode checkpoint_fault find_checkpoint
     StoreReader copy_state note_made made_as fingerprint check_differences note_config CheckpointOptions settings_of progress_file plan_goal load_weights ema_weight
