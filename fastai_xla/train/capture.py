@@ -136,7 +136,7 @@ class StepCapture(StepTracer):
         finally:
             if res:
                 deque(map(setattr, ts, repeat('data'), res[0]), 0) # not `_replace_xla_tensor`, after which `t.detach()` is the old value
-                self.used,self.made = (ins, self.made),res[0][:len(program.written)]
+                if not xr.is_spmd(): self.used,self.made = (ins, self.made),res[0][:len(program.written)]
                 _lib()._xla_set_rng_seed(self.next_seed, self.device)
         self.n_copies = n_copies()
         return res[0]
