@@ -9,6 +9,8 @@ from fastai.callback.mixup import CutMix, MixUp
 from fastai.callback.schedule import *
 from fastai.callback.training import GradientAccumulation, GradientClip
 from fresh import repo, run, run_ok
+from fastai_xla.train.capture import StepCapture
+from fastai_xla.train.pending import tensor_id
 from torch.nn import functional as F
 
 def is_same(a, b):
@@ -89,6 +91,30 @@ def test_a_step_costs_one_execution():
     with learn.no_bar(),learn.no_logging(): learn.fit(2, 1e-2)
     for k in ('compiles','reads'): eq((k, sum(getattr(o, k) for o in stats.steps[3:20])), (k, 0))
     assert abs(sum(o.executions for o in stats.steps[3:20])-17)<=1 # the device may lag behind
+
+def test_what_a_program_takes_is_kept_until_it_has_run(monkeypatch):
+    "Who frees it earlier waits for the device with the interpreter's lock, and the thread that makes batches stands still"
+    kept,stock,wait = [],StepCapture._execute,StepCapture.wait
+    def noted(self, program, ins, ts):
+        before,res = self.made,stock(self, program, ins, ts)
+        kept.append((self.used[0] is ins, self.used[1] is before, [tensor_id(t) for t in self.made]==[tensor_id(self.named[k]) for k in program.written]))
+        return res
+    def waited(self):
+        wait(self)
+        kept.append(self.used==())
+    def ran(self, program, state, *args, run=StepCapture.run):
+        self.named = state
+        return run(self, program, state, *args)
+    learn = learner(n=160).to_tpu()
+    monkeypatch.setattr(StepCapture, 'run', ran)
+    monkeypatch.setattr(StepCapture, 'wait', waited)
+    def late(learn): monkeypatch.setattr(StepCapture, '_execute', noted)
+    class After(Callback):
+        replayable = True
+        def before_batch(self):
+            if self.train_iter==5: late(learn)
+    with learn.no_bar(),learn.no_logging(): learn.fit(1, 1e-2, cbs=After())
+    assert len(kept)>15 and all(o is True or o==(True,True,True) for o in kept), kept
 
 def test_a_step_writes_in_place():
     "The memory of the state becomes that of the new state; so who keeps a `detach()` of a weight in time has steps traced"
