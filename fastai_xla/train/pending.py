@@ -52,7 +52,7 @@ def shell_of(v):
 
 def filled(form, ts):
     "`form` with the tensors that come next in the iterator `ts`"
-    if type(form) is torch.Tensor and form.device.type=='meta': return next(ts) # of most, much quicker
+    if type(form) is torch.Tensor and _is_meta(form): return next(ts) # of most, much quicker
     return map_tensors(lambda metas: [next(ts) for _ in metas], form, select=_is_meta)
 
 # %% ../../nbs/437_train.pending.ipynb #same
