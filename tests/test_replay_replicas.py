@@ -1,5 +1,5 @@
 "Replicas run their steps again together: to the last bit what traced steps give; if one of them can't, all trace and say why."
-import random, signal, time
+import random, signal, threading, time
 from contextlib import contextmanager
 import pytest, torch_xla
 from fastai_xla.virtual_cores import run_replicas, use_virtual_cores
@@ -9,6 +9,8 @@ from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.mixup import MixUp
 from fastai.callback.schedule import *
 from fastai.callback.training import GradientAccumulation, GradientClip
+from fastai_xla.data.rng import RNGWatch, rng_state
+from fastai_xla.distributed import loader as distributed
 from fastai_xla.train.capture import StepCapture
 
 N,B = 2,8 # replicas, and samples of a batch of one
@@ -48,8 +50,19 @@ def both(make, train=one_cycle, **kwargs):
     for w,g in zip(want, got):
         assert w[1].n_replayed==0 and '`replay=False` was asked for' in w[2]
         assert is_same(w[0], g[0]), f"{w[0]}\n!=\n{g[0]}"
-    assert len({o.n_replayed+o.n_traced for _,o,_ in got})==1
+    assert len({(o.n_replayed, o.n_traced) for _,o,_ in got})==1 # each step is run again by all of them, or by none
     return [o[1] for o in got],[o[2] for o in got]
+
+@contextmanager
+def in_time(seconds=300):
+    "The body must end by then"
+    def late(*_): raise TimeoutError(f'not done after {seconds} s')
+    old = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try: yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, old)
 
 cases = dict(adam=dict(), sgd=dict(opt_func=partial(SGD, mom=.9)), clip=dict(cbs=lambda r: GradientClip(.1)), bf16=dict(cbs=lambda r: MixedPrecision()),
     train_metrics=dict(train_metrics=True), global_norms=dict(sync_bn=True), mixup=dict(cbs=lambda r: MixUp()),
@@ -62,13 +75,36 @@ def test_runs_again(kind):
     replays,said = both(make, **kwargs)
     if kind=='mixup': assert all(o.n_replayed>=12 for o in replays), said # its state of the optimizer is made in the first step
     elif kind=='accumulates': assert all(o.n_replayed>=12 and not o.why for o in replays), said
-    else: assert all(o.n_replayed+o.n_traced==20 and o.n_replayed>=12 and not o.why for o in replays), said # 17, but seldom a rank of a busy machine traces twice more; why was not found
+    else: assert {(o.n_replayed, o.n_traced, o.why) for o in replays}=={(17,3,None)}, said
     if kind=='validation': assert all(o.valid.n_replayed>=6 and not o.valid.why for o in replays), said
+
+def test_main_draws_late(monkeypatch):
+    "The main rank draws for its loader from the random state that threads share, when the other is in the middle of a step: that has not drawn"
+    waits,seen = [threading.Event() for _ in range(2)],[]
+    def watch_made(self, stock=RNGWatch.__init__):
+        stock(self)
+        if rank() and not waits[0].is_set():
+            waits[0].set()
+            waits[1].wait(60)
+    def order_taken(*args, stock=distributed.start_iter, **kwargs):
+        before = rng_state()[2]
+        res = stock(*args, **kwargs)
+        if not rank() and not waits[1].is_set():
+            seen.append((waits[0].is_set(), torch.equal(before, rng_state()[2])))
+            waits[1].set()
+        return res
+    def own_draws(self, stock=distributed.ShardedDL._own_draws):
+        if not rank() and self.share is not None and self._todo is None: waits[0].wait(60)
+        return stock(self)
+    for o,k,f in (RNGWatch, '__init__', watch_made),(distributed, 'start_iter', order_taken),(distributed.ShardedDL, '_own_draws', own_draws): monkeypatch.setattr(o, k, f)
+    with in_time(): res = on_ranks(learner)
+    assert seen==[(True, False)]
+    assert {(o.n_replayed, o.n_traced, o.why) for _,o,_ in res}=={(17,3,None)}, [o for *_,o in res]
 
 def test_smaller_last_step():
     "Its sizes differ from rank to rank, so it is traced, and the others are run again"
     replays,said = both(partial(learner, n=9*N*B+5), lambda o: o.fit(2, 1e-2))
-    assert all(o.n_replayed+o.n_traced==20 and 10<=o.n_replayed<=15 and not o.why for o in replays), said
+    assert {(o.n_replayed, o.n_traced, o.why) for o in replays}=={(15,5,None)}, said
 
 def test_freeze_unfreeze_and_lr_find():
     def train(learn):
@@ -110,7 +146,7 @@ def test_writes_in_place(monkeypatch):
         def before_batch(self):
             if self.training and self.train_iter==6: self.old = self.model[0].weight.detach()
     keeps = [Keep() for _ in range(N)]
-    for _,replay,said in on_ranks(learner, lambda o: o.fit(1, 1e-2), cbs=lambda r: keeps[r]): assert replay.n_replayed>=4, said
+    for _,replay,said in on_ranks(learner, lambda o: o.fit(1, 1e-2), cbs=lambda r: keeps[r]): assert replay.n_replayed==8, said
     assert flags and all(flags) and not flag()
     for o in keeps:
         with pytest.raises(RuntimeError): o.old.cpu()
@@ -158,17 +194,6 @@ def test_traced_for_a_reason(name):
     for _,replay,said in on_ranks(make, **kwargs): assert replay.n_replayed==0 and why in said, said
 
 # ---- what one of them alone can see
-
-@contextmanager
-def in_time(seconds=300):
-    "The body must end by then"
-    def late(*_): raise TimeoutError(f'not done after {seconds} s')
-    old = signal.signal(signal.SIGALRM, late)
-    signal.alarm(seconds)
-    try: yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, old)
 
 class Scaled(nn.Module):
     "Its forward can see `note`, which changes nothing"
@@ -218,7 +243,7 @@ def test_one_replica_changes_something(what, at):
     "It traces alone, and before long what it then does is run again; who has changed nothing runs its steps again all the time"
     replays,said = as_traced(changes[what], times[at])
     most = 50 if at=='now_and_then' else 20
-    for r,o in enumerate(replays): assert not o.why and o.n_traced<=(most if r<len(times[at]) else 9), said
+    for r,o in enumerate(replays): assert not o.why and o.n_traced<=(most if r<len(times[at]) else 5), said
     assert replays[0].n_traced>3, said
 
 @pytest.mark.parametrize('kind', ['bf16','accumulates','train_metrics','mixup'])

@@ -14,7 +14,7 @@ from fastcore.all import chunked
 from ..runtime.device import xr
 from ..runtime.ranks import from_main, rank, world_size
 from ..runtime.transfer import tensors_of
-from ..data.rng import base_seed, kept_rng, rng_lock, rng_state_after, RNGHandoff, seed_all
+from ..data.rng import base_seed, kept_rng, noted_draws, rng_lock, rng_state_after, RNGHandoff, seed_all
 from ..data.source import begin_epoch, copy_dl, in_samples, is_stateful, is_stream, is_torch, order_of, order_state, set_order_state, start_iter
 from ..data.loader import XLADL
 from ..data.share import deal, n_dealt, RankShare, RowShare
@@ -43,7 +43,7 @@ class AgreedDL(XLADL):
 
     def _own_draws(self):
         "The body draws from the random state of this rank, which other replicas in this process leave alone meanwhile"
-        return kept_rng(self.seed+self.rank) if self.rank else rng_lock
+        return kept_rng(self.seed+self.rank) if self.rank else noted_draws()
 
     def _main_order(self):
         "On the main rank: what the ranks must agree on"

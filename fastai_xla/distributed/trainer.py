@@ -19,7 +19,7 @@ from ..runtime.ranks import broadcast, from_main, is_main, rank, world_size
 from ..runtime.transfer import is_shard, on_xla
 from ..runtime.args import check_bool, check_choice
 from ..patches.augment import draw_by
-from ..data.rng import base_seed, kept_rng, OwnDraws, rng_lock
+from ..data.rng import base_seed, kept_rng, noted_draws, OwnDraws
 from ..models.norms import lend_global_norms, running_stats
 from ..train.state import is_display, model_tensors
 from ..train.meters import DeviceMetric
@@ -120,7 +120,7 @@ class TPUDistributedTrainer(ShareTrainer):
     def before_fit(self):
         count_inputs_quietly(self.dls.train)
         super().before_fit()
-        if xr.addressable_device_count()>1: draw_by((lambda: rng_lock) if is_main() else OwnDraws(self.seed))
+        if xr.addressable_device_count()>1: draw_by(noted_draws if is_main() else OwnDraws(self.seed))
         self._start_alike()
         lengthen_lr_find(self.learn, world_size())
         for cb in [] if is_main() else self.learn.cbs.filter(is_display): cb.run = False

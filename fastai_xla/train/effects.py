@@ -19,7 +19,6 @@ from fastai.basics import Callback
 from torch import nn
 from ..runtime.users import users_module
 from ..patches.registry import Loan
-from ..data.rng import rng_state
 from .move import learner_modules
 from .meters import DeviceMetric, step_metrics
 from .pending import data_ids, node_id, pending, tensor_id, xla_tensors
@@ -103,12 +102,10 @@ def host_state(
 ):
     "What a step of `learn` may change on the host, by name; `CannotSee` names what of it cannot be seen"
     mods = {m: n or 'the model' for o in learner_modules(learn) for n,m in o.named_modules()}
-    (py,(_,key,at,*_),cpu) = rng_state()
     held = {f'{n}.{k}': v for m,n in mods.items() for k,v in own_attributes(m).items()}
     if not isinstance(learn.loss_func, nn.Module): held.update({f'the loss function.{k}': v for k,v in getattr(learn.loss_func, '__dict__', {}).items()})
-    res = {"Python's random numbers": py, "numpy's random numbers": (key.tobytes(), at), "torch's random numbers": cpu.numpy().tobytes()}
     known = {*map(id, mods), *(id(t) for m in learner_modules(learn) for t in chain(m.parameters(), m.buffers()))}
-    holders = holders_of(learn, training)
+    holders,res = holders_of(learn, training),{}
     for k,v in held.items():
         try: res[k] = HostLook(watch.words, known, map(id, xla_tensors(v)), holders)(v)
         except CannotSee as e: raise CannotSee(f'{k} {e}') from None

@@ -16,6 +16,7 @@ from ..runtime.hosts import n_hosts
 from ..runtime.ranks import gather_objects, world_size
 from ..runtime.transfer import map_tensors
 from ..runtime.args import check_int
+from ..data.rng import RNGWatch
 from .optimizer import optimizer_code
 from .look import CannotSee
 from .watch import HostWatch
@@ -99,12 +100,12 @@ class StepReasons(AgreedPlans):
     "What stands against it that a traced step is run again"
     def _look(self, learn):
         "Look at the host; what cannot be seen, in words"
-        try: self.model,self.host = self.parts.of_model(),host_state(learn, self.watch, self.training)
+        try: self.model,self.host,self.rng = self.parts.of_model(),host_state(learn, self.watch, self.training),RNGWatch()
         except CannotSee as e: return str(e)
 
     def _changed(self, learn):
         "What the step has changed on the host, in words; None if nothing"
-        how = first_change(self.host, host_state(learn, self.watch, self.training))
+        how = self.rng.drawn() or first_change(self.host, host_state(learn, self.watch, self.training))
         return how or (None if self.model==self.parts.of_model() else 'modules of the model, or their flags')
 
     def _held_elsewhere(self, left, ours):
