@@ -56,7 +56,9 @@ from .train.capture import *
 from .train.serials import *
 from .train.look import *
 from .train.watch import *
+from .train.makers import *
 from .train.effects import *
+from .train.model_look import *
 from .train.parts import *
 from .train.plans import *
 from .train.replay import *

@@ -4,10 +4,13 @@ from collections import OrderedDict
 from copy import deepcopy
 from itertools import count
 from pathlib import Path
-from types import MethodType
+from types import MethodType, ModuleType
 import numpy as np, pytest
 from synth import *
+from fastai.callback.fp16 import AMPMode, MixedPrecision
+from fastai.callback.rnn import RNNCallback, RNNRegularizer
 from fastai.callback.schedule import *
+from fastai.callback.training import GradientClip
 from fastcore.all import L
 from torch.nn import functional as F
 
@@ -406,6 +409,50 @@ def test_changed_before_a_step(name):
     for a,b in zip(got, want): assert is_same(a, b), learn.replay
     assert learn.replay.n_replayed>9, learn.replay
 
+# ---- who else makes a step, as callbacks change that while it trains
+
+class HalfGrads(Callback):
+    def after_backward(self):
+        for p in self.model.parameters(): p.grad.mul_(.5)
+class Recurrent(nn.Module):
+    def __init__(self): super().__init__(); self.rnn,self.lin = nn.RNN(4, 8, batch_first=True),nn.Linear(8, 3)
+    def forward(self, x):
+        out,_ = self.rnn(x.view(-1, 2, 4))
+        return self.lin(out[:,-1]),out,out
+def tempered(temp, p, y, by): return F.cross_entropy(p*temp['t']*by, y)
+def of_partials(): return partial(partial(tempered, dict(t=1.)), by=1.)
+def half_step(learn, stock): learn._step = lambda: stock() if learn.iter%2 else None
+def set_cb(cls, **kwargs): return lambda l: [setattr(cb, k, v) for cb in l.cbs.filter(lambda o: type(o) is cls) for k,v in kwargs.items()]
+def clipped(): return learner(cbs=GradientClip(.1))
+
+makers = dict(norm=(clipped, set_cb(GradientClip, max_norm=.01)), kind_of_norm=(clipped, set_cb(GradientClip, norm_type=1.)), off=(clipped, set_cb(GradientClip, run=False)),
+    added=(learner, lambda l: l.add_cb(GradientClip(.01))), removed=(clipped, lambda l: l.remove_cb(GradientClip)), users=(learner, lambda l: l.add_cb(HalfGrads()), 'HalfGrads has `after_backward`'),
+    own_event=(learner, lambda l: setattr(l.recorder, 'after_backward', lambda: [p.grad.mul_(.5) for p in l.model.parameters()]), 'Recorder has `after_backward`'),
+    own_step=(learner, lambda l: half_step(l, l._step), 'a `_step` of its own'),
+    keyword=(lambda: learner(loss_func=of_partials()), lambda l: l.loss_func.keywords.update(by=2.)), argument=(lambda: learner(loss_func=of_partials()), lambda l: l.loss_func.args[0].update(t=2.)),
+    regularizer=(lambda: learner(Recurrent, cbs=[RNNCallback(), RNNRegularizer(1., 1.)], loss_func=lambda p, y: F.cross_entropy(p, y)), set_cb(RNNRegularizer, alpha=3.)))
+
+@pytest.mark.parametrize('name', makers)
+def test_who_makes_a_step_changes(name):
+    make,f,*why = makers[name]
+    ends = [outcome(make, replay, at(12, f), lambda l: None) for replay in (False,True)]
+    (_,want),(learn,got) = ends
+    for a,b in zip(got, want): assert is_same(a, b), learn.replay
+    assert learn.replay.n_replayed>=(5 if why else 20) and all(o in repr(learn.replay) for o in why), learn.replay
+
+def test_bf16_is_switched_off():
+    class Off(Callback):
+        replayable = True
+        def after_batch(self):
+            if self.training and self.iter==12: self.mixed_precision.run = self.epoch>0
+    check(lambda: learner(cbs=[MixedPrecision(amp_mode=AMPMode.BF16), Off()]))
+
+def test_autocast_around_a_training():
+    "It keeps what it has cast from step to step, where no program finds it"
+    def fit(learn):
+        with torch.autocast('xla', torch.bfloat16): learn.fit(2, 1e-2)
+    check(learner, 'autocast is still on', fit=fit)
+
 def test_hooks_and_methods_of_all_modules():
     for put_in in (lambda: nn.modules.module.register_module_forward_hook(lambda m, i, o: o*2 if isinstance(m, nn.ReLU) else o).remove, patched_relu):
         undo = []
@@ -431,6 +478,32 @@ class Counter:
     def __init__(self): self.n = 0
     def __call__(self, x): self.n += 1; return x*(1+self.n//10)
 """
+
+class Numbered(nn.Module):
+    def __init__(self): super().__init__(); self.lin,self.n = nn.Linear(8, 16),0
+    def forward(self, x):
+        self.n += 1
+        return self.lin(x)*(1.+self.n/100)
+
+def test_torchscript():
+    "Its counter is where nobody can look; it trains as on the CPU"
+    def make(): return learner(lambda: nn.Sequential(torch.jit.script(Numbered()), nn.ReLU(), nn.Linear(16, 3)))
+    check(make, 'a module is TorchScript (Numbered)')
+    plain = make()
+    with plain.no_bar(),plain.no_logging(): one_fit(plain)
+    _,(losses,*_) = outcome(make, True, one_fit, lambda l: None)
+    np.testing.assert_allclose([float(o) for o in plain.recorder.losses], losses, rtol=1e-5)
+
+@pytest.mark.parametrize('loss', [FocalLossFlat, LabelSmoothingCrossEntropyFlat])
+def test_losses_with_annotations(loss): check(lambda: learner(loss_func=loss()))
+
+def test_a_number_in_a_module_by_a_name_that_is_made():
+    module = ModuleType('settings')
+    def tempered(p, y): return F.cross_entropy(p*getattr(module, ''.join(['te','mp'])), y)
+    def make():
+        module.temp = 1.
+        return learner(loss_func=tempered)
+    check(make, fit=at(12, lambda l: setattr(module, 'temp', 2.)))
 
 def test_libraries_that_are_not_known(tmp_path, monkeypatch):
     "Their code is looked at as the user's is"

@@ -104,4 +104,4 @@ def lend_timm(
 ):
     "Lend the convolutions of `model` that timm's `forward` standardizes one without batch norm, for XLA devices"
     for m in model.modules():
-        if type(m).forward in _std_forwards: loans.lend(m, 'forward', _std_forward)
+        if getattr(type(m), 'forward', None) in _std_forwards: loans.lend(m, 'forward', _std_forward)

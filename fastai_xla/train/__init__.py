@@ -15,7 +15,9 @@ from .capture import *
 from .serials import *
 from .look import *
 from .watch import *
+from .makers import *
 from .effects import *
+from .model_look import *
 from .parts import *
 from .plans import *
 from .replay import *

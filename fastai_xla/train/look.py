@@ -72,7 +72,7 @@ def _of_array(v):
 
 plain_types = {type(None),bool,int,complex,str,bytes,range,type(...),type(NotImplemented),torch.dtype,torch.device,torch.Size,torch.layout,torch.memory_format,
     decimal.Decimal,dates.datetime,dates.date,dates.timedelta,re.Pattern}
-module_internals = frozenset({*vars(nn.Module()),'training','_flat_weight_refs'}) # what all have, or recurrent ones, or is compared elsewhere
+module_internals = frozenset({*vars(nn.Module()),'training','_flat_weight_refs','__annotations__'}) # of all, or compared elsewhere
 _descriptors = MethodDescriptorType,WrapperDescriptorType,GetSetDescriptorType,MemberDescriptorType,type(dict.__dict__['fromkeys'])
 _locks = type(threading.Lock()),type(threading.RLock())
 
@@ -107,7 +107,7 @@ def words_of(
     imported = dict.fromkeys(v for n,v in ops if n=='IMPORT_NAME')
     read = {v for n,v in ops if 'ATTR' in n or n in ('LOAD_METHOD','IMPORT_FROM')}
     strings = {o for c in codes for o in c.co_consts if isinstance(o, str)} if _by_name & names.keys() else set()
-    return names,imported,read|strings
+    return names,imported,read|strings|(_by_name & names.keys())
 
 def variables_of(
     f, # A function
@@ -218,7 +218,9 @@ class HostLook(ValueLook):
         if isinstance(f.__self__, ModuleType): return self.module(f.__self__),f.__name__
         return (None if f.__self__ is None else self(f.__self__)),f.__name__
 
-    def module(self, m): return serial(m),() if _check_quiet(m) else tuple((k, self(o)) for k,o in vars(m).items() if k in self.words)
+    def module(self, m):
+        by_name = () if _by_name.isdisjoint(self.words) else {*plain_types,float,list,tuple,dict,set}
+        return serial(m),() if _check_quiet(m) else tuple((k, self(o)) for k,o in vars(m).items() if k in self.words or type(o) in by_name and k[:2]!='__')
 
     def of_class(self, c):
         if _check_quiet(c): return serial(c)

@@ -10,6 +10,7 @@ __all__ = ['StepPlans', 'AgreedPlans', 'StepReasons', 'leave_loss', 'StepTracing
 # %% ../../nbs/457_train.plans.ipynb #imports
 from dataclasses import replace
 from itertools import starmap
+import torch
 from ..runtime.device import xm
 from ..runtime.counts import n_device_calls
 from ..runtime.hosts import n_hosts
@@ -20,7 +21,8 @@ from ..data.rng import RNGWatch
 from .optimizer import optimizer_code
 from .look import CannotSee
 from .watch import HostWatch
-from .effects import first_change, host_state, kept_of_step, shared_of_step, shares_memory, step_code
+from .makers import step_code
+from .effects import first_change, host_state, kept_of_step, shared_of_step, shares_memory
 from .pending import n_pending
 from .capture import shape_of, StepGiven, StepPlan
 from .parts import ReplayParts
@@ -122,6 +124,7 @@ class StepReasons(AgreedPlans):
     def _why_no_program(self, learn, left, ours):
         "What keeps a traced step from being one program, in words"
         if why := self._code(learn) or self.parts.alias(): return why
+        if torch.is_autocast_enabled('xla'): return 'autocast is still on when a step ends, and keeps weights that it has cast'
         self.capture.wait()
         self.capture.end_chain()
         if n_device_calls()!=self.calls: return 'a step reads the device, or runs in several programs'

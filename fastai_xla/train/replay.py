@@ -29,7 +29,7 @@ def _leave_batch(learn):
     "What an event within the batch would do: the loss has no graph, and what `MixedPrecision.before_batch` has entered is left"
     leave_loss(learn)
     for cb in learn.cbs:
-        if isinstance(cb, MixedPrecision): cb.after_loss()
+        if isinstance(cb, MixedPrecision): cb('after_loss')
 
 # %% ../../nbs/460_train.replay.ipynb #plan-runner
 class PlanRunner(StepTracing):
@@ -74,11 +74,13 @@ class BatchReplay(PlanRunner):
         self.ran,self.waiting,self.looks,self.why = False,waiting,{},why or (None if self.on else '`replay=False` was asked for')
         if self.why: return
         self.watch.add(*users_code(learn, self.training))
-        self.capture,self.parts = StepCapture(device),self.parts_of(learn, waiting, self.watch)
+        self.capture = StepCapture(device)
         self.alone,self.untold,self.wait,self.n_unready = self._is_alone(),[],1,0
         (self.gap,),self.why = self._ask(self.odd or self._code(learn), [self.gap])
         for p in self.plans.values(): p.since = self.check_every
-        if not self.why: loans.lend(learn, '_do_one_batch', self._one_batch)
+        if self.why: return
+        loans.lend(learn, '_do_one_batch', self._one_batch)
+        self.parts = self.parts_of(learn, waiting, self.watch)
 
     def _one_batch(self, learn, stock):
         if self.why or self.odd or learn.training!=self.training or not self.takes(learn): return stock()

@@ -51,7 +51,7 @@ class UsersCode:
         "Know the functions to watch in `found`, and those that these name"
         todo = [*found]
         for o in (*found, *(o.__self__ for o in found if isinstance(o, MethodType))):
-            if not isinstance(o, (nn.Module,type,FunctionType,MethodType)) and _is_watched(type(o)): self.objects[id(o)] = _ref(o)
+            if isinstance(o, partial) or not isinstance(o, (nn.Module,type,FunctionType,MethodType)) and _is_watched(type(o)): self.objects[id(o)] = _ref(o)
         while todo:
             o = todo.pop()
             f,c = _function(o),o if isinstance(o, type) else type(o)
