@@ -4,13 +4,13 @@ from collections import OrderedDict
 from copy import deepcopy
 from itertools import count
 from pathlib import Path
-from types import MethodType, ModuleType
+from types import MethodType, ModuleType, SimpleNamespace
 import numpy as np, pytest
 from synth import *
 from fastai.callback.fp16 import AMPMode, MixedPrecision
 from fastai.callback.rnn import RNNCallback, RNNRegularizer
 from fastai.callback.schedule import *
-from fastai.callback.training import GradientClip
+from fastai.callback.training import GradientAccumulation, GradientClip
 from fastcore.all import L
 from torch.nn import functional as F
 
@@ -419,6 +419,9 @@ class Recurrent(nn.Module):
     def forward(self, x):
         out,_ = self.rnn(x.view(-1, 2, 4))
         return self.lin(out[:,-1]),out,out
+class OfNames(nn.Module):
+    def __init__(self): super().__init__(); self.net,self.names = mlp(),SimpleNamespace(by=1.)
+    def forward(self, x): return self.net(x)*self.names.by
 def tempered(temp, p, y, by): return F.cross_entropy(p*temp['t']*by, y)
 def of_partials(): return partial(partial(tempered, dict(t=1.)), by=1.)
 def half_step(learn, stock): learn._step = lambda: stock() if learn.iter%2 else None
@@ -430,6 +433,8 @@ makers = dict(norm=(clipped, set_cb(GradientClip, max_norm=.01)), kind_of_norm=(
     own_event=(learner, lambda l: setattr(l.recorder, 'after_backward', lambda: [p.grad.mul_(.5) for p in l.model.parameters()]), 'Recorder has `after_backward`'),
     own_step=(learner, lambda l: half_step(l, l._step), 'a `_step` of its own'),
     keyword=(lambda: learner(loss_func=of_partials()), lambda l: l.loss_func.keywords.update(by=2.)), argument=(lambda: learner(loss_func=of_partials()), lambda l: l.loss_func.args[0].update(t=2.)),
+    order=(lambda: learner(cbs=[GradientClip(.1), GradientAccumulation(12)]), set_cb(GradientClip, order=-9)),
+    name=(lambda: learner(OfNames), lambda l: setattr(l.model.names, 'by', 2.)),
     regularizer=(lambda: learner(Recurrent, cbs=[RNNCallback(), RNNRegularizer(1., 1.)], loss_func=lambda p, y: F.cross_entropy(p, y)), set_cb(RNNRegularizer, alpha=3.)))
 
 @pytest.mark.parametrize('name', makers)
@@ -439,6 +444,8 @@ def test_who_makes_a_step_changes(name):
     (_,want),(learn,got) = ends
     for a,b in zip(got, want): assert is_same(a, b), learn.replay
     assert learn.replay.n_replayed>=(5 if why else 20) and all(o in repr(learn.replay) for o in why), learn.replay
+
+def test_training_metrics_are_switched_on(): check(learner, fit=at(25, lambda l: setattr(l.recorder, 'train_metrics', True)))
 
 def test_bf16_is_switched_off():
     class Off(Callback):

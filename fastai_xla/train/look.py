@@ -17,7 +17,7 @@ from functools import lru_cache, partial
 from itertools import count
 from pathlib import PurePath
 from types import (BuiltinFunctionType, CodeType, FunctionType, GetSetDescriptorType, MappingProxyType, MemberDescriptorType, MethodDescriptorType,
-    MethodType, MethodWrapperType, ModuleType, WrapperDescriptorType)
+    MethodType, MethodWrapperType, ModuleType, SimpleNamespace, WrapperDescriptorType)
 import numpy as np, torch
 from fastai.basics import Callback, DataLoader, DataLoaders, Learner
 from fastai.optimizer import Optimizer, OptimWrapper
@@ -126,7 +126,7 @@ def _is_of_c(c):
 @lru_cache(None)
 def _hides(c):
     "The first class in what `c` is made of whose objects may hold what Python does not see"
-    known = {object,dict,OrderedDict,defaultdict,list,tuple,set,frozenset,deque,int,str,bytes,complex,*_readers}
+    known = {object,dict,OrderedDict,defaultdict,list,tuple,set,frozenset,deque,int,str,bytes,complex,SimpleNamespace,*_readers}
     return next((o for o in c.__mro__ if o not in known and _is_of_c(o)), None)
 
 @lru_cache(None)

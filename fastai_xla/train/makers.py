@@ -79,7 +79,7 @@ def step_code(
 
 # %% ../../nbs/447_train.makers.ipynb #makers
 _events = frozenset((*_outside,*_inside))
-_in_graph = dict(GradientClip=('max_norm','norm_type'), RNNRegularizer=('alpha','beta'))
+_in_graph = dict(GradientClip=('max_norm','norm_type'), RNNRegularizer=('alpha','beta'), Recorder=('train_metrics',))
 
 @lru_cache(None)
 def _acts(c):
@@ -100,12 +100,12 @@ def step_callbacks(
 def step_makers(
     learn, # A Learner
 ):
-    "Who decides what a step of `learn` does, besides parts of the model: callbacks, and methods of the loop and events that one object has of its own"
+    "Who decides what a step of `learn` does, besides parts of the model: metrics, callbacks, and methods of the loop and events that one object has of its own"
     cbs,loop = step_callbacks(learn),[vars(learn).get(k) for k in _of_loop]
-    return [learn.model, learn.loss_func, *cbs, *(o for o in loop if not isinstance(o, Loan)), *chain.from_iterable(map(_own_events, cbs))]
+    return [learn.model, learn.loss_func, *learn.metrics, *cbs, *(o for o in loop if not isinstance(o, Loan)), *chain.from_iterable(map(_own_events, cbs))]
 
 def graph_numbers(
     learn, # A Learner
 ):
-    "Where the numbers are that fastai's callbacks write into the graph of a step, as (attributes, name)"
+    "Where the numbers and flags are that fastai's callbacks write into the graph of a step, as (attributes, name)"
     return [(vars(cb), k) for cb in learn.cbs for k in _in_graph.get(type(cb).__name__, ())]

@@ -79,7 +79,7 @@ class HostParts:
         self.plain = [(itemgetter(*ks, ks[0]), d) for d,ks in plain.values()]
 
 # %% ../../nbs/452_train.model_look.ipynb #model-look
-_training,_requires_grad,_run,_run_train,_run_valid = map(attrgetter, ('training','requires_grad','run','run_train','run_valid'))
+_training,_requires_grad,_run,_order,_run_train,_run_valid = map(attrgetter, ('training','requires_grad','run','order','run_train','run_valid'))
 
 class ModelLook(HostParts):
     "Has what the code of a step can see changed?"
@@ -94,7 +94,7 @@ class ModelLook(HostParts):
     def _flags(self):
         hooked = [p for p in self.params if p._backward_hooks or getattr(p, '_post_accumulate_grad_hooks', None)]
         cbs = step_callbacks(self.learn)
-        runs = *map(_run, cbs),*map(_run_train if self.training else _run_valid, cbs),*(d.get(k) for d,k in self.numbers)
+        runs = *map(_run, cbs),*map(_order, cbs),*map(_run_train if self.training else _run_valid, cbs),*(d.get(k) for d,k in self.numbers)
         return [*map(_training, self.mods), *map(len, self.hooks), *map(_requires_grad, self.params), len(hooked), *runs]
 
     def of_model(self):
