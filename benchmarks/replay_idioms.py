@@ -13,9 +13,11 @@ from argparse import ArgumentParser
 from collections import deque
 from copy import deepcopy
 from functools import partial
+from types import SimpleNamespace
 import numpy as np, torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
 from fastai.basics import *
 from fastai.callback.all import *
 from fastai_xla.all import *
@@ -292,6 +294,98 @@ for name,cb in dict(mixup=MixUp, accumulation=partial(GradientAccumulation, 24),
 for name,opt in dict(ranger=ranger, larc=Larc, lamb=Lamb, rmsprop=partial(RMSProp, mom=.9), qhadam=QHAdam, radam=RAdam, amsgrad=partial(OptimWrapper,
         opt=partial(torch.optim.AdamW, amsgrad=True))).items():
     IDIOMS[name] = lambda opt=opt: learner(opt_func=opt)
+
+# of callbacks that change something in the middle of an epoch, after steps were run again
+
+class Mid(Callback):
+    "Calls `f(self)` before some of the training batches; `off` is True at every second of these"
+    replayable = True
+    def __init__(self, f, at=(12,20)): self.f,self.at,self.n,self.off = f,at,0,False
+    def before_batch(self):
+        if not self.training: return
+        self.n += 1
+        if self.n not in self.at: return
+        self.off = not self.off
+        self.f(self)
+
+def mid(f, *cbs, at=(12,20), **kwargs): return learner(cbs=[*cbs, Mid(f, at)], **kwargs)
+
+def tempered(temp, p, y, by=1.): return F.cross_entropy(p*temp['t']*by, y)
+
+@idiom
+def keyword_of_a_partial():
+    loss = partial(partial(tempered, dict(t=1.)), by=1.)
+    return mid(lambda cb: loss.keywords.update(by=1+cb.off), loss=loss)
+
+@idiom
+def argument_of_a_partial():
+    temp = dict(t=1.)
+    return mid(lambda cb: temp.update(t=1.+cb.off), loss=partial(tempered, temp))
+
+@idiom
+def settings():
+    s = SimpleNamespace(by=1.)
+    return mid(lambda cb: setattr(s, 'by', 1.+cb.off), model=Pre(lambda m, x: x*s.by))
+
+@idiom
+def variable_of_a_function():
+    t = 1.
+    def loss(p, y): return smoothed(p, y, t)
+    def change(cb):
+        nonlocal t
+        t = 1.+cb.off
+    return mid(change, loss=loss)
+
+@idiom
+def weights_made_smaller():
+    def shrink(cb):
+        for p in cb.model.parameters(): p.data.mul_(.5)
+    return mid(shrink)
+
+@idiom
+def average_of_the_optimizer_cleared():
+    def clear(cb):
+        for st in cb.opt.state.values(): st['grad_avg'].zero_()
+    return mid(clear)
+
+@idiom
+def a_layer_is_pruned():
+    def prune_or_end(cb): prune.l1_unstructured(cb.model[0], 'weight', .3) if cb.off else prune.remove(cb.model[0], 'weight')
+    return mid(prune_or_end)
+
+@idiom
+def gradients_hooked():
+    def hook(cb):
+        if cb.off: cb.handle = cb.model[0].weight.register_hook(lambda g: g/2)
+        else: cb.handle.remove()
+    return mid(hook)
+
+@idiom
+def clipping_begins_and_ends():
+    clip = GradientClip(.01)
+    return mid(lambda cb: cb.learn.add_cb(clip) if cb.off else cb.learn.remove_cb(clip))
+
+@idiom
+def gradients_halved_from_then_on():
+    class Half(Callback):
+        def after_backward(self):
+            for p in self.model.parameters(): p.grad.mul_(.5)
+    return mid(lambda cb: cb.learn.add_cb(Half()), at=(12,))
+
+IDIOMS.update(norm_of_clipping=lambda: mid(lambda cb: setattr(cb.gradient_clip, 'max_norm', .01 if cb.off else .1), GradientClip(.1)),
+    clipping_off=lambda: mid(lambda cb: setattr(cb.gradient_clip, 'run', not cb.off), GradientClip(.1)),
+    samples_of_a_step=lambda: mid(lambda cb: setattr(cb.gradient_accumulation, 'n_acc', 30 if cb.off else 20), GradientAccumulation(20)),
+    another_layer=lambda: mid(lambda cb: cb.model.__setitem__(1, nn.GELU() if cb.off else nn.Tanh())),
+    layer_frozen=lambda: mid(lambda cb: cb.model[0].requires_grad_(not cb.off)),
+    group_frozen=lambda: mid(lambda cb: cb.learn.freeze_to(int(cb.off)), splitter=lambda m: L(m[0], m[2]).map(params)),
+    rates_of_groups=lambda: mid(lambda cb: cb.opt.set_hyper('lr', [1e-3*(1+cb.off),1e-2]), splitter=lambda m: L(m[0], m[2]).map(params)),
+    state_forgotten=lambda: mid(lambda cb: cb.opt.clear_state()),
+    another_loss=lambda: mid(lambda cb: setattr(cb.learn, 'loss_func', FocalLossFlat(gamma=2.-cb.off))),
+    weights_begin_anew=lambda: mid(lambda cb: nn.init.kaiming_normal_(cb.model[0].weight)),
+    statistics_begin_anew=lambda: mid(lambda cb: cb.model[1].reset_running_stats(), model=mlp(partial(nn.BatchNorm1d, 16))),
+    training_metrics=lambda: mid(lambda cb: setattr(cb.learn.recorder, 'train_metrics', cb.off)),
+    targets_turn=lambda: mid(lambda cb: setattr(cb.learn, 'yb', ((cb.y+1)%4,)), at=range(12, 20)),
+    no_step=lambda: mid(lambda cb: setattr(cb.learn, '_step', noop), at=(12,)))
 
 # ---- both ways
 

@@ -253,6 +253,11 @@ def test_one_replica_changes_something_where(kind):
     replays,said = as_traced(changes['scale'], times['and_back'], lambda: [cbs(0)] if kind!='train_metrics' else [], **kwargs)
     assert all(not o.why and o.n_replayed>50 for o in replays), said
 
+def test_one_replica_clips_otherwise():
+    def norm(learn, on): learn.gradient_clip.max_norm = .01 if on else .1
+    replays,said = as_traced(norm, times['and_back'], lambda: [GradientClip(.1)])
+    assert 3<replays[0].n_traced<=20 and replays[1].n_traced<=5 and not any(o.why for o in replays), said
+
 def test_runs_the_program_of_the_others(monkeypatch):
     "Where what has changed leaves the graph as it was, as on a TPU cores that exchange must run one program"
     ran = [[] for _ in range(N)]

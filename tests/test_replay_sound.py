@@ -447,6 +447,22 @@ def test_who_makes_a_step_changes(name):
 
 def test_training_metrics_are_switched_on(): check(learner, fit=at(25, lambda l: setattr(l.recorder, 'train_metrics', True)))
 
+def test_metrics_of_the_later_epochs():
+    "A callback adds one and takes it away: values are those of plain fastai, and the metrics are then fastai's own"
+    class Adds(Callback):
+        replayable = True
+        def before_batch(self):
+            if self.epoch and self.training and self.iter==5: self.learn.metrics = [*self.metrics, lambda p, y: p.mean()] if self.epoch==1 else self.metrics[:1]
+    def fit(learn): learn.fit(3, 1e-2)
+    def make(): return learner(cbs=Adds())
+    plain = make()
+    with plain.no_bar(),plain.no_logging(): fit(plain)
+    check(make, fit=fit)
+    learn,(_,values,*_) = outcome(make, True, fit, lambda l: None)
+    assert [len(o) for o in values]==[3,4,3]
+    for a,b in zip(values, plain.recorder.values): np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    assert [type(m).__name__ for m in learn.metrics]==['AvgMetric']
+
 def test_bf16_is_switched_off():
     class Off(Callback):
         replayable = True

@@ -79,7 +79,7 @@ def _reads_input(m):
     own = [f for c in type(m).__mro__ if not c.__module__.startswith('fastai.') for f in vars(c).values()]
     return any({'x','xb'}.intersection(f.__code__.co_names) for f in own if isinstance(f, FunctionType))
 
-class DeviceMetric(GetAttr):
+class DeviceMetric(GetAttr, Metric):
     "`metric` fed from the device through `queue`"
     _default = '_current'
     def __init__(self, metric:Metric, queue:HostQueue): self.metric,self.queue,self.learn,self.kept = metric,queue,None,[]
