@@ -20,8 +20,8 @@ from ..data.rng import rng_state, set_rng_state
 from ..data.source import order_state, set_order_state
 from ..train.move import learner_modules
 from ..train.state import is_plain, learner_metrics, learner_objects, model_objects, model_tensors, own_attrs, with_grad
-from ..train.meters import DeviceMetric, DeviceSmoothLoss
-from ..train.on_device import settle_losses, settled, stock_metric
+from ..train.meters import DeviceMetric, DeviceSmoothLoss, stock_metric
+from ..train.on_device import settle_losses, settled
 from ..train.trainer import TPUTrainer
 from .types import register_type
 from .sharded import sender

@@ -19,8 +19,8 @@ from ..runtime.args import check_int, wrong_arg
 from ..data.rng import rng_state, set_rng_state
 from ..models.norms import running_stats
 from ..train.state import copy_apart, is_display, is_ours
+from ..train.meters import stock_metric
 from ..train.strict import StrictSteps
-from ..train.on_device import stock_metric
 from ..train.trainer import TPUTrainer
 from ..distributed.trainer import sync_running_stats, TPUDistributedTrainer
 from .ema import EMACallback

@@ -15,6 +15,7 @@ from fastai.basics import Callback
 from ..runtime.users import users_module
 from ..patches.registry import Loan
 from .move import learner_modules
+from .meters import stock_metric
 
 # %% ../../nbs/447_train.makers.ipynb #callbacks
 _outside = 'before_batch','after_batch'
@@ -101,8 +102,8 @@ def step_makers(
     learn, # A Learner
 ):
     "Who decides what a step of `learn` does, besides parts of the model: metrics, callbacks, and methods of the loop and events that one object has of its own"
-    cbs,loop = step_callbacks(learn),[vars(learn).get(k) for k in _of_loop]
-    return [learn.model, learn.loss_func, *learn.metrics, *cbs, *(o for o in loop if not isinstance(o, Loan)), *chain.from_iterable(map(_own_events, cbs))]
+    cbs,loop = step_callbacks(learn),[o for o in map(vars(learn).get, _of_loop) if not isinstance(o, Loan)]
+    return [learn.model, learn.loss_func, *map(stock_metric, learn.metrics), *cbs, *loop, *chain.from_iterable(map(_own_events, cbs))]
 
 def graph_numbers(
     learn, # A Learner

@@ -6,7 +6,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/train.meters.html.md"""
 
 # %% auto #0
 __all__ = ['HostQueue', 'HostBatch', 'DeviceMetric', 'DeviceAvgLoss', 'DeviceAvgMetric', 'DeviceLossMetric', 'device_metric',
-           'step_metrics', 'PendingLoss', 'DeviceSmoothLoss']
+           'stock_metric', 'step_metrics', 'PendingLoss', 'DeviceSmoothLoss']
 
 # %% ../../nbs/420_train.meters.ipynb #imports
 import time
@@ -145,6 +145,12 @@ def device_metric(
     return kinds.get(type(m).accumulate, DeviceMetric)(m, queue)
 
 # %% ../../nbs/420_train.meters.ipynb #step-metrics
+def stock_metric(
+    m, # A metric, as a Learner has it in or out of a fit
+):
+    "The user's own metric: `m`, or what `m` feeds from the device"
+    return m.metric if isinstance(m, DeviceMetric) else m
+
 def step_metrics(
     learn, # A Learner
     training:bool=True, # Those of training, or of validation?
