@@ -490,18 +490,6 @@ def patched_relu():
     nn.ReLU.forward = lambda self, x: F.leaky_relu(x, .3)
     return partial(setattr, nn.ReLU, 'forward', stock)
 
-LIB = """
-n,scale = [0],1.
-def counted(x):
-    n[0] += 1
-    return x*(1+n[0]//10)
-def scaled(x): return x*scale
-class Counter:
-    __slots__ = 'n'
-    def __init__(self): self.n = 0
-    def __call__(self, x): self.n += 1; return x*(1+self.n//10)
-"""
-
 class Numbered(nn.Module):
     def __init__(self): super().__init__(); self.lin,self.n = nn.Linear(8, 16),0
     def forward(self, x):
@@ -527,6 +515,18 @@ def test_a_number_in_a_module_by_a_name_that_is_made():
         module.temp = 1.
         return learner(loss_func=tempered)
     check(make, fit=at(12, lambda l: setattr(module, 'temp', 2.)))
+
+LIB = """
+n,scale = [0],1.
+def counted(x):
+    n[0] += 1
+    return x*(1+n[0]//10)
+def scaled(x): return x*scale
+class Counter:
+    __slots__ = 'n'
+    def __init__(self): self.n = 0
+    def __call__(self, x): self.n += 1; return x*(1+self.n//10)
+"""
 
 def test_libraries_that_are_not_known(tmp_path, monkeypatch):
     "Their code is looked at as the user's is"

@@ -93,8 +93,10 @@ _watches = WeakSet()
 class RNGWatch:
     "Watches from here on what is drawn from the random state, and not by other threads in `noted_draws`"
     def __init__(self):
-        self.thread,self.state = threading.get_ident(),rng_state()
-        with rng_lock: _watches.add(self)
+        self.thread = threading.get_ident()
+        with rng_lock: # no draw between the two
+            self.state = rng_state()
+            _watches.add(self)
 
     def drawn(self):
         "Whose random numbers were drawn, in words; None if none were"

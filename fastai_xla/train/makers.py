@@ -100,9 +100,10 @@ def step_callbacks(
 
 def step_makers(
     learn, # A Learner
+    cbs, # Its `step_callbacks`
 ):
     "Who decides what a step of `learn` does, besides parts of the model: metrics, callbacks, and methods of the loop and events that one object has of its own"
-    cbs,loop = step_callbacks(learn),[o for o in map(vars(learn).get, _of_loop) if not isinstance(o, Loan)]
+    loop = [o for o in map(vars(learn).get, _of_loop) if not isinstance(o, Loan)]
     return [learn.model, learn.loss_func, *map(stock_metric, learn.metrics), *cbs, *loop, *chain.from_iterable(map(_own_events, cbs))]
 
 def graph_numbers(

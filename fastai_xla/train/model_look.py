@@ -57,7 +57,7 @@ class HostParts:
         self.steady,self.unsteady = [o for o in classes if _is_steady(o)],[o for o in classes if not _is_steady(o)]
         self.numbers,objects = graph_numbers(learn),self._objects()
         self.known = {*map(id, self.mods), *map(id, objects)}
-        self.objects = [*objects, *step_makers(learn)]
+        self.objects = [*objects, *step_makers(learn, step_callbacks(learn))]
         self.ids,self.generation = [*map(id, self.objects)],watch.same_objects(self.objects)
         self.dicts = [*map(vars, self.mods), *([] if isinstance(learn.loss_func, nn.Module) else [getattr(learn.loss_func, '__dict__', {})])]
         self.slotted,self.holders = [m for m in self.mods if in_slots(m)],holders_of(learn, self.training)
@@ -91,15 +91,15 @@ class ModelLook(HostParts):
         look = HostLook(self.watch.words, self.known, map(id, xla_tensors(other)), self.holders)
         return plain,(nested,*map(len, self.dicts),*map(look, other),*self.watch.values(known=self.known, owners=self.holders))
 
-    def _flags(self):
+    def _flags(self, cbs):
         hooked = [p for p in self.params if p._backward_hooks or getattr(p, '_post_accumulate_grad_hooks', None)]
-        cbs = step_callbacks(self.learn)
         runs = *map(_run, cbs),*map(_order, cbs),*map(_run_train if self.training else _run_valid, cbs),*(d.get(k) for d,k in self.numbers)
         return [*map(_training, self.mods), *map(len, self.hooks), *map(_requires_grad, self.params), len(hooked), *runs]
 
     def of_model(self):
         "A number for what modules and callbacks there are, their flags, and what else their code can see on the host"
-        flags,objects = self._flags(),[*self._objects(), *step_makers(self.learn)]
+        cbs = step_callbacks(self.learn)
+        flags,objects = self._flags(cbs),[*self._objects(), *step_makers(self.learn, cbs)]
         try:
             plain,more = self._seen_now()
             now = [*objects, *flags, *chain.from_iterable(plain)]
