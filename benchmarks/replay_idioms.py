@@ -18,6 +18,7 @@ import numpy as np, torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
 from fastai.basics import *
 from fastai.callback.all import *
 from fastai_xla.all import *
@@ -386,6 +387,25 @@ IDIOMS.update(norm_of_clipping=lambda: mid(lambda cb: setattr(cb.gradient_clip, 
     training_metrics=lambda: mid(lambda cb: setattr(cb.learn.recorder, 'train_metrics', cb.off)),
     targets_turn=lambda: mid(lambda cb: setattr(cb.learn, 'yb', ((cb.y+1)%4,)), at=range(12, 20)),
     no_step=lambda: mid(lambda cb: setattr(cb.learn, '_step', noop), at=(12,)))
+
+# ---- parts that the backward pass computes again, with the random numbers that they had
+
+class Parts(nn.Module):
+    def __init__(self, ckpt):
+        super().__init__()
+        self.ckpt,self.stem,self.head = ckpt,nn.Linear(12, 16),nn.Linear(16, 4)
+        self.parts = nn.ModuleList(nn.Sequential(nn.Dropout(.2), nn.Linear(16, 16), nn.GELU()) for _ in range(2))
+    def forward(self, x):
+        x = self.stem(x)
+        for o in self.parts: x = F.dropout(self.ckpt(o, x), .1, self.training)
+        return self.head(x)
+
+def by_torch_xla(part, x):
+    from torch_xla.utils.checkpoint import checkpoint
+    return checkpoint(part, x) if torch.is_grad_enabled() else part(x)
+
+IDIOMS.update(parts_checkpointed=lambda: learner(Parts(partial(checkpoint, use_reentrant=False))), parts_checkpointed_reentrant=lambda: learner(Parts(partial(checkpoint, use_reentrant=True))),
+    parts_checkpointed_by_torch_xla=lambda: learner(Parts(by_torch_xla)))
 
 # ---- both ways
 

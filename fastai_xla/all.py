@@ -17,6 +17,7 @@ from .patches.ops import *
 from .patches.tiles import *
 from .patches.augment import *
 from .patches.mix import *
+from .patches.recompute import *
 from .patches.spmd import *
 from .patches.spawn import *
 from .patches.text import *

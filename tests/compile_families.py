@@ -45,6 +45,15 @@ def wide_vit(opt_func=OPTS['AdamW'], depth=4):
         embed_dim=128, depth=depth, num_heads=4)
 
 @seeded
+def vit_checkpointed():
+    "timm's own checkpointing, with dropout"
+    learn = vision_learner(image_dls(64, bs=32, n=64, n_valid=32), 'vit_tiny_patch16_224', pretrained=False, custom_head=nn.Linear(64, 4), img_size=64, patch_size=8, embed_dim=64,
+        depth=4, num_heads=2, proj_drop_rate=.1)
+    for o in learn.model.modules():
+        if hasattr(o, 'set_grad_checkpointing'): o.set_grad_checkpointing()
+    return learn
+
+@seeded
 def small_images():
     "Kernels that are larger than the images, and one of 1x1"
     body = nn.Sequential(ConvLayer(3, 128, stride=4), ConvLayer(128, 128), ConvLayer(128, 256, ks=1), ConvLayer(256, 128, stride=2), ConvLayer(128, 128))
@@ -84,7 +93,7 @@ def shallow_vit(): return wide_vit(OPTS['SGD'], 3)
 FAMILIES = dict(
     images_bf16=(images_bf16, 'v5e-1', None, {}), images_sgd_replicas=(images_sgd, 'v5e-4', None, {}), vit_v6e=(vit, 'v6e-1', None, {}),
     vit_scan_fsdp8=(wide_vit, 'v5e-8', 'sharded', dict(fsdp=8, scan=True)), vit_2x4=(wide_vit, 'v5e-8', 'sharded', dict(replica=2, fsdp=4, grad_ckpt=True)),
-    vit_mark_step=(shallow_vit, 'v5e-4', 'sharded', dict(fsdp=4, mark_step=True)), cut=(cut, 'v5e-1', None, {}),
+    vit_mark_step=(shallow_vit, 'v5e-4', 'sharded', dict(fsdp=4, mark_step=True)), cut=(cut, 'v5e-1', None, {}), vit_checkpointed=(vit_checkpointed, 'v5e-1', None, {}),
     text=(classifier, 'v5e-1', None, {}), language_model=(language_model, 'v5e-1', None, {}), unet=(unet, 'v5e-1', None, {}), unet_bf16=(unet_bf16, 'v5e-1', None, {}),
     convnext=(convnext, 'v5e-1', None, {}), small_images=(small_images, 'v5e-1', None, {}), stem=(stem, 'v5e-1', None, {}), tabular_v4=(tabular, 'v4-8', None, {}),
     collab_dot=(collab_dot, 'v5e-1', None, {}), collab_long=(collab_long, 'v5e-1', None, {}), collab_nn=(collab_nn, 'v5e-1', None, {}), gan=(gan, 'v5e-1', None, {}))

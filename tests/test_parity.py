@@ -18,3 +18,19 @@ def test_parity(model, opt):
     assert {p.device.type for p in learn.model.parameters()} == {'xla'}
     assert moved(start, got['weights'])>100*TOLS[model]['weights']
     assert_same(got, ref, TOLS[model])
+
+def checkpointed(opt_func):
+    learn = MODELS['vit'](opt_func)
+    vits = [m for m in learn.model.modules() if hasattr(m, 'set_grad_checkpointing')]
+    for o in vits: o.set_grad_checkpointing()
+    assert len(vits)==1
+    return learn
+
+@pytest.mark.parametrize('reentrant', [True, False])
+def test_timms_checkpointing(reentrant, monkeypatch):
+    "Of both forms that torch has"
+    monkeypatch.setattr('timm.layers.config._USE_REENTRANT_CKPT', reentrant, raising=False)
+    ref = outcome(checkpointed(OPTS['Adam']), LRS['Adam'])
+    learn = checkpointed(OPTS['Adam']).to_tpu()
+    assert_same(outcome(learn, LRS['Adam']), ref, TOLS['vit'])
+    assert learn.replay.n_replayed>0

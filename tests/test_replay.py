@@ -626,6 +626,30 @@ assert any('devices=' in o for o in res[1][5])
 """, CPU_NUM_DEVICES='2')
     eq([int(o) for o in out.split()], [0,0,25,26])
 
+@pytest.mark.parametrize('by_timm', [False, True])
+def test_sharded_blocks_that_are_computed_again(by_timm):
+    "They draw the same random numbers again: bit for bit the same over two cores"
+    out = run_ok("""
+import timm
+from fastai.vision.all import *
+from fastai_xla.all import *
+res = []
+for replay in (False, True):
+    set_seed(3)
+    x = torch.randn(80, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    dls = DataLoaders(*[DataLoader(list(zip(x, (x.mean((1,2,3))>0).long())), bs=8, num_workers=0) for _ in range(2)])
+    model = timm.create_model('vit_tiny_patch16_224', img_size=16, patch_size=8, embed_dim=32, num_heads=2, num_classes=2, depth=3, drop_path_rate=.2, proj_drop_rate=.2)
+    if {by_timm}: model.set_grad_checkpointing()
+    learn = Learner(dls, model, loss_func=CrossEntropyLossFlat()).to_tpu_sharded(fsdp=2, grad_ckpt=not {by_timm}, replay=replay)
+    with learn.no_bar(),learn.no_logging(): learn.fit(2, 1e-3)
+    print(learn.replay.n_replayed)
+    learn.detach_tpu_sharded()
+    res.append(([float(o) for o in learn.recorder.losses], [p.tolist() for p in learn.model.parameters()]))
+assert res[0]==res[1]
+""".replace('{by_timm}', str(by_timm)), CPU_NUM_DEVICES='2')
+    none,again = [int(o) for o in out.split()]
+    assert none==0 and again>=15, out
+
 def test_sharded_accumulation():
     "Micro-batches of one program over two cores, bit for bit the same"
     out = run_ok("""

@@ -9,6 +9,7 @@ from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.mixup import MixUp
 from fastai.callback.schedule import *
 from fastai.callback.training import GradientAccumulation, GradientClip
+from torch.utils.checkpoint import checkpoint
 from fastai_xla.data.rng import RNGWatch, rng_state
 from fastai_xla.distributed import loader as distributed
 from fastai_xla.train.capture import StepCapture
@@ -16,6 +17,16 @@ from fastai_xla.train.capture import StepCapture
 N,B = 2,8 # replicas, and samples of a batch of one
 
 def net(): return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(.3), nn.Linear(16, 3))
+
+class Checked(nn.Module):
+    "Parts that are computed again in the backward pass, with the random numbers that they had"
+    def __init__(self):
+        super().__init__()
+        self.stem,self.parts,self.head = nn.Linear(8, 16),nn.ModuleList(nn.Sequential(nn.Dropout(.3), nn.Linear(16, 16), nn.GELU()) for _ in range(3)),nn.Linear(16, 3)
+    def forward(self, x):
+        x = self.stem(x)
+        for o in self.parts: x = checkpoint(o, x, use_reentrant=False)
+        return self.head(x)
 
 def learner(model=net, n=10*N*B, n_valid=21, train_metrics=False, before_batch=None, **kwargs):
     "Ten batches of each replica to train"
@@ -66,12 +77,12 @@ def in_time(seconds=300):
 
 cases = dict(adam=dict(), sgd=dict(opt_func=partial(SGD, mom=.9)), clip=dict(cbs=lambda r: GradientClip(.1)), bf16=dict(cbs=lambda r: MixedPrecision()),
     train_metrics=dict(train_metrics=True), global_norms=dict(sync_bn=True), mixup=dict(cbs=lambda r: MixUp()),
-    accumulates=dict(cbs=lambda r: GradientAccumulation(2*B)), validation=dict(n_valid=149))
+    accumulates=dict(cbs=lambda r: GradientAccumulation(2*B)), validation=dict(n_valid=149), checkpointed=dict(model=Checked))
 
 @pytest.mark.parametrize('kind', cases)
 def test_runs_again(kind):
     kwargs = dict(cases[kind])
-    make = partial(learner, **{k: kwargs.pop(k) for k in ('opt_func','train_metrics','n_valid') if k in kwargs})
+    make = partial(learner, **{k: kwargs.pop(k) for k in ('model','opt_func','train_metrics','n_valid') if k in kwargs})
     replays,said = both(make, **kwargs)
     if kind=='mixup': assert all(o.n_replayed>=12 for o in replays), said # its state of the optimizer is made in the first step
     elif kind=='accumulates': assert all(o.n_replayed>=12 and not o.why for o in replays), said

@@ -5,7 +5,7 @@ from copy import deepcopy
 from itertools import count
 from pathlib import Path
 from types import MethodType, ModuleType, SimpleNamespace
-import numpy as np, pytest
+import numpy as np, pytest, torch.utils.checkpoint as torch_ckpt
 from synth import *
 from fastai.callback.fp16 import AMPMode, MixedPrecision
 from fastai.callback.rnn import RNNCallback, RNNRegularizer
@@ -647,3 +647,42 @@ def test_a_loss_that_is_a_module_and_notes_its_parts():
             self.logs = {'ce': res.detach()}
             return res
     check(lambda: learner(loss_func=Parts()), look=lambda l: l.loss_func.logs)
+
+# ---- what draws random numbers again in the backward pass
+
+def newer(f, x): return torch_ckpt.checkpoint(f, x, use_reentrant=False)
+def older(f, x): return torch_ckpt.checkpoint(f, x, use_reentrant=True)
+def of_torch_xla(f, x):
+    from torch_xla.utils.checkpoint import checkpoint
+    return checkpoint(f, x) if torch.is_grad_enabled() else f(x)
+
+class Checked(nn.Module):
+    "Parts with dropout, which `ckpt` computes again; what comes between and after them draws too"
+    def __init__(self, ckpt, n=3):
+        super().__init__()
+        self.ckpt,self.stem,self.head = ckpt,nn.Linear(8, 16),nn.Linear(16, 3)
+        self.parts = nn.ModuleList(nn.Sequential(nn.Dropout(.3), nn.Linear(16, 16), nn.GELU(), nn.Dropout(.2)) for _ in range(n))
+    def forward(self, x):
+        x = self.stem(x)
+        for o in self.parts: x = F.dropout(self.ckpt(o, x), .1, self.training)
+        return self.head(x)
+
+@pytest.mark.parametrize('ckpt', [newer, older, of_torch_xla], ids=lambda f: f.__name__)
+def test_parts_that_are_computed_again(ckpt): check(lambda: learner(partial(Checked, ckpt)))
+
+@pytest.mark.parametrize('cb', [GradientClip, partial(GradientAccumulation, 16), NoiseAfter])
+def test_parts_that_are_computed_again_beside_others(cb): check(lambda: learner(partial(Checked, newer), cbs=cb()))
+
+class SetsSeed(Scaled):
+    "Draws from a seed of its own, and goes back to the device's if it is `kind`"
+    def __init__(self, kind): super().__init__(); self.kind = kind
+    def forward(self, x):
+        import torch_xla.core.xla_model as xm
+        seed = xm.get_rng_state()
+        xm.set_rng_state(5)
+        x = F.dropout(x, .2, self.training)
+        if self.kind: xm.set_rng_state(seed)
+        return self.net(F.dropout(x, .2, self.training))
+
+@pytest.mark.parametrize('kind,why', [(True, None), (False, "sets the seed of the device's random numbers")])
+def test_a_seed_of_its_own(kind, why): check(lambda: learner(partial(SetsSeed, kind)), why)

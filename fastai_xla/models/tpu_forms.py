@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional as F
 from ..runtime.device import xm
 from ..runtime.transfer import on_xla
+from ..patches.recompute import is_checkpointing, only_kept
 from ..patches.ops import affine, by_channel, normed, widen
 from .norms import lend_builtin
 
@@ -60,9 +61,10 @@ class _LinearOfGelu(torch.autograd.Function):
 
 def _before_gelu(y):
     "Of what `y` is the GELU, and its approximation; None if it is none"
-    if type(y.grad_fn).__name__!='GeluBackward0': return
-    try: return y.grad_fn._saved_self,y.grad_fn._saved_approximate
-    except RuntimeError: return # it was written since, or its gradient is taken
+    if type(y.grad_fn).__name__!='GeluBackward0' or is_checkpointing(): return
+    try:
+        with only_kept(): return y.grad_fn._saved_self,y.grad_fn._saved_approximate
+    except RuntimeError: return # it was written since, its gradient is taken, or it is checkpointed
 
 def _linear(F_, stock, input, weight, bias=None):
     made_of = _before_gelu(input) if on_xla(input) else None
@@ -108,10 +110,11 @@ def _conv2d(F_, stock, input, weight, bias=None, stride=1, padding=0, dilation=1
 
 # %% ../../nbs/325_models.tpu_forms.ipynb #pool
 def _norm_before(y):
-    "The batch norm of which `y` is the ReLU, if its scale and shift are trained; None if it is none"
-    if type(y.grad_fn).__name__!='ReluBackward0': return
+    "The batch norm of which `y` is the ReLU, if its scale and shift are trained and what it was given is kept; None if it is none"
+    if type(y.grad_fn).__name__!='ReluBackward0' or is_checkpointing(): return
     norm = y.grad_fn.next_functions[0][0]
-    if type(norm).__name__=='NativeBatchNormBackward0' and norm._saved_training and all(hasattr(f, 'variable') for f,_ in norm.next_functions[1:]): return norm
+    if type(norm).__name__!='NativeBatchNormBackward0' or not norm._saved_training or not all(hasattr(f, 'variable') for f,_ in norm.next_functions[1:]): return
+    with suppress(RuntimeError),only_kept(): return norm if norm._saved_input is not None else None
 
 def _relu_of(norm):
     "The ReLU of what the batch norm `norm` made, again"

@@ -15,12 +15,13 @@ from torch.utils._pytree import tree_leaves
 from ..runtime.device import torch_xla
 from ..patches.registry import Loans
 
-# %% ../../nbs/880_monitor.scopes.ipynb #scopes
+# %% ../../nbs/880_monitor.scopes.ipynb #here
 def _nodes(ts): return [t.grad_fn for t in tree_leaves(ts) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
 
 class _Here(threading.local):
     def __init__(self): self.modules,self.pushed,self.seen = [],[],{}
 
+# %% ../../nbs/880_monitor.scopes.ipynb #scopes
 class ModuleScopes:
     "While it is entered, operations of the modules of models that were added carry their names in XLA's programs"
     def __init__(self): self.names,self._here,self._hooks,self._loans = {},_Here(),[],Loans()
@@ -56,7 +57,9 @@ class ModuleScopes:
     def _push(self, name): return torch_xla._XLAC.profiler.scope_pusher(name[0] or 'model')
 
     def _end(self, m, args, out):
-        if self.names.get(id(m)) is None: return
+        own = self.names.get(id(m))
+        if own is None: return
+        while self._here.modules[-1][0]!=own: self._here.modules.pop() # it has raised, and the error was caught
         name,_,given = self._here.modules.pop()
         todo,seen = _nodes(out),self._here.seen
         while todo:

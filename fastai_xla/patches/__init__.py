@@ -7,6 +7,7 @@ from .ops import *
 from .tiles import *
 from .augment import *
 from .mix import *
+from .recompute import *
 from .spmd import *
 from .spawn import *
 from .text import *

@@ -35,13 +35,14 @@ class StepProgram(NamedTuple):
     n_out:int # Other results
     consts:dict # Inputs that are the same in each step, by their number
     data:dict # Numbers of the data that these are
-    draws:bool=True # Does it take the seed?
+    seeds:tuple=(0,) # After how many draws it takes the seed, for each seed that it takes
+    draws:int=0 # After how many it sets the seed from which that of the next step follows; 0 if it doesn't
 
     def differs(self, other):
         "How `other`, of the step before, differs; None if it is the same program"
         if other is None: return 'the first of its kind'
         if self.key!=other.key: return 'the graph is another'
-        if self[1:4]!=other[1:4]: return 'the graph takes or changes other tensors'
+        if (self[1:4],self[6:])!=(other[1:4],other[6:]): return 'the graph takes or changes other tensors'
         with own_reads():
             for j,t in self.consts.items():
                 if self.data[j]==other.data[j] or _same(t, other.consts[j]): continue
@@ -54,7 +55,7 @@ class ProgramInputs:
 
     def of(self,
         program:StepProgram,
-        *groups, # Tensors of the state, what it is given, its numbers and its seed
+        *groups, # Tensors of the state, what it is given, its numbers and its seeds
     ):
         "The inputs of `program`"
         groups,sizes = (*groups, program.consts.values()),[len(o) for o in groups]
@@ -84,6 +85,13 @@ class StepTracer(StepSeeds):
 
     def end_chain(self): _lib()._set_all_reduce_token(self.device, None) # what comes next does not wait for all-reduces that are traced
 
+    def _seeds_in(self, ids):
+        "Of the inputs that are seeds, by their number: after how many draws the seed of the step is that, and what those are that it never is"
+        draws = {j: 0 for j,i in enumerate(ids) if i==self.seed_id}
+        with own_reads(): values = {j: self.values[j].item() for j,i in enumerate(ids) if i==_lib()._get_seed_info_id()}
+        draws.update({j: self.draws_to(v) for j,v in values.items()})
+        return {j: n for j,n in draws.items() if n is not None},{j: v for j,v in values.items() if draws[j] is None}
+
     def _slots(self, kind, ts): return {i: (kind,k) for k,t in enumerate(ts) for i in (tensor_id(t), *data_ids(t))}
 
     def begin(self, state, given, spent=()):
@@ -92,16 +100,19 @@ class StepTracer(StepSeeds):
         self.made = ()
         self.state,self.slots,self.spent = state,{**self._slots('given', given), **self._slots('state', state)},{k: given[k] for k in spent}
         self.taken = frozenset(map(node_id, state)) # now that each is in a graph
-        self.slots[tensor_id(self.begin_seed())] = 'seed',0
+        self.seed_id = tensor_id(self.begin_seed())
 
     def program(self, outs, numbers):
         "What the step has left to compute: changes of the state, and `outs`; `numbers` were sent in it"
+        if at_end := self.draws_at_end(): self._follow(self.seed, at_end)
         self.slots.update(self._slots('number', numbers))
         todo = _lib()._check_tensor_need_materialization(self.state)
         written = tuple(k for k,u in enumerate(todo) if u)
         self.roots = [*(self.state[k] for k in written), *outs]
         ids,self.values = _lib()._get_tensors_xla_device_data_node(self.roots)
-        sources = tuple(('seed',0) if i==_lib()._get_seed_info_id() else self.slots.get(i, ('const',j)) for j,i in enumerate(ids))
+        draws,others = self._seeds_in(ids)
+        seeds = sorted({*draws.values()})
+        sources = tuple(('seed',seeds.index(draws[j])) if j in draws else self.slots.get(i, ('const',j)) for j,i in enumerate(ids))
         from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config # not above: rooms can be imported where torch_xla is missing
         free = {*(('state',k) for k in written), *(('given',k) for k,t in self.spent.items() if pending([t]))}
         for v,s in zip(self.values, sources): _lib()._set_buffer_donation(v, s in free and v.ndim>0) # torch_xla caches scalars
@@ -109,7 +120,7 @@ class StepTracer(StepSeeds):
             key = _lib()._get_graph_hash(self.roots)
             _lib()._xla_warm_up_cache(self.roots, []) # compiles, unless it is known
         consts = {j: v for j,(v,(w,_)) in enumerate(zip(self.values, sources)) if w=='const'}
-        return StepProgram(key, sources, written, len(outs), consts, {j: ids[j] for j in consts}, ('seed',0) in sources)
+        return StepProgram(key, sources, written, len(outs), consts, {j: others.get(j, ids[j]) for j in consts}, tuple(seeds), at_end)
 
 # %% ../../nbs/440_train.capture.ipynb #run
 class StepCapture(StepTracer):
@@ -162,7 +173,7 @@ class StepCapture(StepTracer):
 
     def run(self, program, state, given, numbers):
         "Run `program` again with what these are now; returns its other results"
-        ins = self.inputs.of(program, state, given, numbers, self.seed_for(program))
+        ins = self.inputs.of(program, state, given, numbers, self.seeds_for(program))
         self.wait() # `_run_cached_graph` does too, but holds the interpreter's lock
         return self._execute(program, ins, [state[k] for k in program.written])[len(program.written):]
 

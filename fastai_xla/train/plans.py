@@ -128,6 +128,7 @@ class StepReasons(AgreedPlans):
         self.capture.wait()
         self.capture.end_chain()
         if n_device_calls()!=self.calls: return 'a step reads the device, or runs in several programs'
+        if self.capture.draws_at_end() is None: return "a step sets the seed of the device's random numbers"
         if left is None: return self._kept_elsewhere() or 'a step sends tensors of its own'
         if any(getattr(xm._get_device_context(), o, ()) for o in ('step_closures','async_step_closures')): return 'a step adds closures, which must run in each'
         if not self._looks(n_pending(self.capture.device)): return

@@ -8,28 +8,48 @@ Docs: https://fastai-xla.github.io/fastai_xla/train.seeds.html.md"""
 __all__ = ['StepSeeds']
 
 # %% ../../nbs/439_train.seeds.ipynb #imports
+from itertools import accumulate
 from .pending import _lib
 
 # %% ../../nbs/439_train.seeds.ipynb #seeds
+def _draw(seed, _): return (2531011+214013*seed)%2**64 # as torch_xla does
+
 class StepSeeds:
     "The seeds of the random numbers of the steps on a device"
     def __init__(self,
         device, # XLA device
-    ): self.device,self.base,self.next_seed = str(device),None,None
+    ): self.device,self.seed,self.base,self.next_seed = str(device),None,None,None
 
     def _seed(self):
-        "The seed of this step, as a tensor and as a number"
+        "The seed from which that of the next step follows, as a tensor and as a number"
         t = _lib()._get_base_seed_as_tensor(self.device) # also sets the running seed, which the next line reads, back
         return t,_lib()._xla_get_rng_seed(self.device)
 
-    def _follow(self, seed):
-        "Count the seed of the next step as `torch_xla.sync` does"
-        self.next_seed,self.base = (1012031+(seed if self.base is None else self.base)*7012063)%2**64,None
+    def _follow(self, seed, draws=0):
+        "Count the seed of the next step as `torch_xla.sync` does, if this one, which began with `seed`, sets it to what it is after so many `draws`"
+        self.seed = seed
+        base = self.base if self.base is not None and not draws else self.after([draws])[0]
+        self.next_seed,self.base = (1012031+base*7012063)%2**64,None
 
-    def begin_seed(self):
+    def after(self, ns):
+        "What the seed of this step is after each of the numbers of draws `ns`"
+        seeds = [*accumulate(range(max(ns, default=0)), _draw, initial=self.seed)]
+        return [seeds[n] for n in ns]
+
+    def draws_to(self, seed, most=2**14):
+        "After how many draws, `most` at most, the seed of this step is `seed`; None if it never is"
+        return next((n for n,o in enumerate(accumulate(range(most), _draw, initial=self.seed)) if o==seed%2**64), None)
+
+    def draws_at_end(self):
+        "After how many draws the step has set the seed from which the next follows: 0 if it has not; None if it has set another"
+        return self.draws_to(self._seed()[1])
+
+    def begin_seed(self,
+        draws:int=0, # From `draws_at_end`
+    ):
         "The seed of this step as a tensor; that of the next is known then"
         t,seed = self._seed()
-        self._follow(seed)
+        self._follow(seed, draws)
         return t
 
     def beside(self,
@@ -40,10 +60,14 @@ class StepSeeds:
         try: return f()
         finally: _lib()._xla_set_rng_seed(seed, self.device)
 
-    def seed_for(self,
+    def _sent(self, seed):
+        _lib()._xla_set_rng_seed(seed, self.device)
+        return _lib()._get_base_seed_as_tensor(self.device)
+
+    def seeds_for(self,
         program, # The `StepProgram` of the step
     ):
-        "The seed of this step, as tensors, one or none: only if `program` takes it, or somebody has drawn since the last step"
-        if program.draws or _lib()._xla_get_rng_seed(self.device)!=self.next_seed: return self.begin_seed(),
-        self._follow(self.next_seed)
-        return ()
+        "The seeds that `program` takes, as tensors; the seed of this step is asked for only if it does, or somebody has drawn since the last step"
+        if program.seeds or _lib()._xla_get_rng_seed(self.device)!=self.next_seed: first = self.begin_seed(program.draws)
+        else: self._follow(self.next_seed, program.draws)
+        return [self._sent(o) if n else first for n,o in zip(program.seeds, self.after(program.seeds))]
