@@ -2,7 +2,7 @@
 
     make bench                                          # installs accelerate and Lightning too; the table, and bench.json
     python benchmarks/bench.py --works vit --rounds 3   # some of it
-    python benchmarks/bench.py --works vit --who 'hand fastai_xla compiled scanned'     # what was tried and did not pay
+    python benchmarks/bench.py --works vit --who 'hand fastai_xla scanned'     # what was tried and did not pay
     python benchmarks/bench.py --works resnet18 --who 'hand fastai_xla seldom'          # what it costs to show each loss
     python benchmarks/bench.py --works 'vit vit24' --who 'hand fastai_xla traced'       # what depth costs
     python benchmarks/bench.py --works 'mlp resnet18 vit_tiny' --who 'hand fastai_xla' --tpu v5e-1  # beside what the chip would need
@@ -32,7 +32,7 @@ WORKS = dict(vit='timm ViT, 12 blocks of width 64, 16 px', resnet18='resnet18, 6
 MORE = dict(vit24='timm ViT, 24 blocks of width 64, 16 px', vit_tiny='timm ViT-tiny, 12 blocks of width 192, 64 px')
 CONTENDERS = dict(hand='hand-written torch_xla loop, `torch.optim.AdamW`', syncfree='the same with `torch_xla.amp.syncfree.AdamW`', hand_sharded='the same, parameters and batches spread over 8 virtual cores by `mark_sharding`', naive='naive fastai: `model.to`, a callback that syncs',
                   fastai_xla='fastai_xla, one core', traced='the same with `to_tpu(replay=False)`', distributed='fastai_xla, distributed, 8 virtual cores', replica='one of its replicas, alone in its process', sharded='fastai_xla, sharded, 8 virtual cores', stock='fastai_xla with the optimizer step of fastai', accelerate='accelerate', lightning='Lightning')
-TRIED = dict(compiled="fastai_xla, the model by `torch.compile(backend='openxla')`", scanned='fastai_xla, the blocks of the ViT by `scan_layers`',
+TRIED = dict(scanned='fastai_xla, the blocks of the ViT by `scan_layers`',
              seldom='fastai_xla, one core, by `to_tpu(fetch_every=60)`: each second, the default, is each step where a step takes a second')
 
 STRANGERS = 'hand','syncfree','hand_sharded','naive','accelerate','lightning' # train without anything of ours but what counts
@@ -144,14 +144,6 @@ def run_fastai_xla(work, n, tick, stock=False, **kwargs):
     learn.fit_one_cycle(1, LR)
     return float(learn.recorder.losses[-1])
 
-def run_compiled(work, n, tick):
-    import torch
-    import fastai_xla.all
-    learn = learner(work, n, [ticker(tick)])
-    learn.model.forward = torch.compile(learn.model.forward, backend='openxla')
-    learn.to_tpu().fit_one_cycle(1, LR)
-    return float(learn.recorder.losses[-1])
-
 def run_scanned(work, n, tick):
     from torch import nn
     from torch_xla.experimental.scan_layers import scan_layers
@@ -225,7 +217,7 @@ def run_lightning(work, n, tick):
     return float(trainer.callback_metrics['loss'])
 
 RUNS = dict(hand=run_hand, syncfree=partial(run_hand, syncfree=True), hand_sharded=partial(run_hand, sharded=True), naive=run_naive, fastai_xla=run_fastai_xla, traced=partial(run_fastai_xla, replay=False), distributed=run_distributed, replica=partial(run_distributed, cores=1), sharded=run_sharded,
-            stock=partial(run_fastai_xla, stock=True), accelerate=run_accelerate, lightning=run_lightning, compiled=run_compiled, scanned=run_scanned,
+            stock=partial(run_fastai_xla, stock=True), accelerate=run_accelerate, lightning=run_lightning, scanned=run_scanned,
             seldom=partial(run_fastai_xla, fetch_every=60.))
 
 def contend(work, who, n):

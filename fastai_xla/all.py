@@ -33,6 +33,7 @@ from .data.shards import *
 from .data.records import *
 from .data.stream import *
 from .models.deferred import *
+from .models.as_written import *
 from .models.repeats import *
 from .models.norms import *
 from .models.tpu_forms import *

@@ -318,6 +318,31 @@ def modules_patches_and_settings():
     assert get_pool(2).run(marked)==['yes']*2 and pool_setup()==[mark]
     pool_setup(mark, remove=True)
 
+@torch.compile(backend='eager')
+def compiled_loss(p, y): return F.cross_entropy(p, y)
+
+class Activation(nn.Module):
+    "`torch.relu`, that torch has compiled if it is `wrapped`"
+    def __init__(self, wrapped): super().__init__(); self.wrapped = wrapped
+    def forward(self, x): return compiled_relu(x) if self.wrapped else torch.relu(x)
+
+@torch.compile(backend='eager')
+def compiled_relu(x): return torch.relu(x)
+
+@case('notebook')
+def wrapped_by_torch_compile():
+    "Model, activation and loss that torch has compiled, and used here, train as what they are made of; here they stay wrapped"
+    res = []
+    for wrapped in (False, True):
+        learn = learner(loss_func=compiled_loss if wrapped else CrossEntropyLossFlat())
+        learn.model[1] = Activation(wrapped)
+        if wrapped: learn.model = torch.compile(learn.model, backend='eager')
+        learn.model(torch.ones(2, 4))
+        set_seed(5)
+        learn.to_tpu_distributed(2).fit(1, 1e-2)
+        res.append([list(map(list, learn.recorder.values)), [o.tolist() for o in learn.model.parameters()]])
+    assert res[0]==res[1] and learn.loss_func is compiled_loss and all(k.startswith('_orig_mod.') for k in learn.model.state_dict())
+
 @case('argv')
 def long_argv():
     "Of 4,000 arguments, on replicas too"

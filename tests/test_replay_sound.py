@@ -686,3 +686,49 @@ class SetsSeed(Scaled):
 
 @pytest.mark.parametrize('kind,why', [(True, None), (False, "sets the seed of the device's random numbers")])
 def test_a_seed_of_its_own(kind, why): check(lambda: learner(partial(SetsSeed, kind)), why)
+
+# ---- what `torch.compile` has wrapped
+
+@torch.compile
+def act(x): return torch.tanh(x)*x*scale(N[0])
+
+class Acts(Scaled):
+    def forward(self, x): return self.net(act(x))
+
+def compiled_whole(): return torch.compile(mlp())
+def compiled_in_place():
+    m = mlp()
+    m.compile()
+    return m
+def compiled_part():
+    m = mlp(partial(nn.Dropout, .3))
+    m[0] = torch.compile(m[0])
+    return m
+
+@pytest.mark.parametrize('make', [compiled_whole, compiled_in_place, compiled_part, Acts], ids=lambda f: f.__name__)
+def test_compiled_by_torch(make): check(lambda: learner(make))
+
+def test_a_loss_that_torch_compiled(): check(lambda: learner(loss_func=torch.compile(F.cross_entropy)))
+
+def test_what_a_compiled_function_names():
+    "Its number changes in an epoch, and it is seen"
+    class Steps(Callback):
+        replayable = True
+        def after_batch(self): N[0] = self.learn.iter//5
+    def make():
+        N[0] = 0
+        return learner(Acts, cbs=Steps())
+    check(make)
+
+def test_torch_compiles_again_after_a_fit():
+    "Its wrapper is in place all the time, and the names of the weights are its"
+    graphs = []
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+    learn = learner(lambda: torch.compile(mlp(), backend=backend)).to_tpu()
+    one_fit(learn)
+    assert not graphs and learn.replay.n_replayed>15
+    learn.detach_tpu()
+    with torch.no_grad(): learn.model.cpu()(torch.ones(2, 8))
+    assert graphs and all(k.startswith('_orig_mod.') for k in learn.model.state_dict())

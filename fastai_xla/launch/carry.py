@@ -19,6 +19,7 @@ from fastai.basics import Callback, DataLoader, DataLoaders, Learner
 from torch import nn
 from ..runtime.users import travelled, users_module
 from ..runtime.values import contents, digest, found, is_atom, parts, Pickler, RefPickler, refusal, slots
+from ..models.as_written import as_written
 
 # %% ../../nbs/540_launch.carry.ipynb #names
 class _Now(threading.local): now = None
@@ -100,6 +101,7 @@ class ValuePickler(Pickler):
             name = self._name(o)
             return (_mapped, name) if name else (_inline, (_as_bytes(o).tobytes(),))
         if isinstance(o, type) and (i := class_id(o)): return class_here,(i,)
+        if (f := as_written(o)) is not o: return as_written,(f,)
         mine = self.by_value and isinstance(o, (type,FunctionType,ModuleType)) and users_module(o)
         if mine and isinstance(o, ModuleType): return _reduce_module(o)
         if mine and isinstance(o, type): return cp._dynamic_class_reduce(o)

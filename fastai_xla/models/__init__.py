@@ -1,5 +1,6 @@
 "Models fit for XLA."
 from .deferred import *
+from .as_written import *
 from .repeats import *
 from .norms import *
 from .tpu_forms import *

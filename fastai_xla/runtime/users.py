@@ -45,6 +45,7 @@ def users_module(
     name = o.__name__ if isinstance(o, ModuleType) else getattr(o, '__module__', None)
     m = travelled.get(name) or sys.modules.get(name)
     if m is None or name=='__main__' or name in travelled: return m
+    if name.partition('.')[0] in _libraries: return # torch's compiler writes modules of torch into a folder of the user's
     file = getattr(m, '__file__', None)
     return m if file and file.endswith('.py') and is_users(file) else None
 

@@ -19,11 +19,11 @@ from pathlib import PurePath
 from types import (BuiltinFunctionType, CodeType, FunctionType, GetSetDescriptorType, MappingProxyType, MemberDescriptorType, MethodDescriptorType,
     MethodType, MethodWrapperType, ModuleType, SimpleNamespace, WrapperDescriptorType)
 import numpy as np, torch
-from fastai.basics import Callback, DataLoader, DataLoaders, Learner
-from fastai.optimizer import Optimizer, OptimWrapper
+from fastai.basics import Callback, DataLoader, DataLoaders, Learner, Optimizer, OptimWrapper
 from torch import nn
 from ..runtime.transfer import on_xla
 from ..runtime.values import slots
+from ..models.as_written import as_written
 from ..patches.registry import Loan
 from .pending import node_id, tensor_id, xla_tensors
 from .serials import serial
@@ -72,7 +72,7 @@ def _of_array(v):
 
 plain_types = {type(None),bool,int,complex,str,bytes,range,type(...),type(NotImplemented),torch.dtype,torch.device,torch.Size,torch.layout,torch.memory_format,
     decimal.Decimal,dates.datetime,dates.date,dates.timedelta,re.Pattern}
-module_internals = frozenset({*vars(nn.Module()),'training','_flat_weight_refs','__annotations__'}) # of all, or compared elsewhere
+module_internals = frozenset({*vars(nn.Module()),'training','_compiled_call_impl','_flat_weight_refs','__annotations__'}) # of all, or compared elsewhere
 _descriptors = MethodDescriptorType,WrapperDescriptorType,GetSetDescriptorType,MemberDescriptorType,type(dict.__dict__['fromkeys'])
 _locks = type(threading.Lock()),type(threading.RLock())
 
@@ -211,7 +211,7 @@ class ValueLook:
 class HostLook(ValueLook):
     "`ValueLook` that looks into functions, classes and modules, too"
     def function(self, f):
-        if (quiet := _check_quiet(f)) and not f.__closure__: return serial(f)
+        if (quiet := _check_quiet(f := as_written(f))) and not f.__closure__: return serial(f)
         return serial(f),serial(f.__code__),tuple((k, self(o)) for k,o in (slots(f) if quiet else variables_of(f)).items())
 
     def builtin(self, f):

@@ -53,7 +53,6 @@ def _of_all_modules(): return [f for o in all_hooks for f in o.values()]
 def _hooks(m): return [*m._forward_hooks.values(), *m._forward_pre_hooks.values(), *m._backward_hooks.values(), *m._backward_pre_hooks.values()]
 
 def _of_module(m):
-    if _module(type(m)).startswith('torch._dynamo'): return f'the model was compiled by torch ({type(m).__name__})'
     if isinstance(m, torch.jit.ScriptModule): return f'a module is TorchScript ({m.original_name}), which keeps to itself what a step changes'
     own = [f for f in (*_hooks(m), *_of_all_modules()) if not _module(f).startswith(('torch.nn.utils.','fastai_xla.'))]
     if own: return f"{type(m).__name__} has the hook {getattr(own[0], '__qualname__', own[0])}, which must run in each step"

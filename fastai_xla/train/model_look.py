@@ -15,6 +15,7 @@ from operator import attrgetter, is_, itemgetter
 from torch import nn
 from ..runtime.transfer import on_xla
 from ..patches.registry import Loan
+from ..models.as_written import is_wrapper
 from .move import learner_modules
 from .pending import xla_tensors
 from .look import CannotSee, HostLook, in_slots, module_internals
@@ -59,7 +60,8 @@ class HostParts:
         self.known = {*map(id, self.mods), *map(id, objects)}
         self.objects = [*objects, *step_makers(learn, step_callbacks(learn))]
         self.ids,self.generation = [*map(id, self.objects)],watch.same_objects(self.objects)
-        self.dicts = [*map(vars, self.mods), *([] if isinstance(learn.loss_func, nn.Module) else [getattr(learn.loss_func, '__dict__', {})])]
+        self.dicts = [vars(m) for m in self.mods if not is_wrapper(m)]
+        if not isinstance(learn.loss_func, nn.Module): self.dicts.append(getattr(learn.loss_func, '__dict__', {}))
         self.slotted,self.holders = [m for m in self.mods if in_slots(m)],holders_of(learn, self.training)
         self.hooks = [*all_hooks, *(o for m in self.mods for o in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks))]
         self._sort()

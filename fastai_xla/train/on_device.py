@@ -20,6 +20,7 @@ from ..patches.learner import XLACallback
 from ..data.placement import TfmPlacement
 from ..data.loader import XLADL
 from ..data.rng import kept_rng
+from ..models.as_written import lend_as_written
 from ..models.norms import lend_weight_norms
 from ..models.tpu_forms import lend_tpu_forms
 from ..models.text import lend_text, pads_text
@@ -206,6 +207,7 @@ class OnDevice(DevicePhases):
         for f in (lend_stand_ins, lend_loop): f(self.learn, self.loans)
         if self.opt is not None: lend_step(self.opt, self.loans)
         for f in (lend_text, lend_timm, lend_weight_norms): f(self.model, self.loans)
+        lend_as_written(self.loans)
         if program_kind()=='TPU' and not xr.is_spmd(): lend_tpu_forms(self.loans); lend_tpu_casts(self.loans) # the partitioner splits torch_xla's
 
     def _start(self, pad):
@@ -219,8 +221,7 @@ class OnDevice(DevicePhases):
 
     def release(self):
         "Give back all that is lent"
-        for f in (self.loans.give_back, self.replay.let_go, self._return_device): f()
-        self.queue.flush_for_us()
+        for f in (self.loans.give_back, self.replay.let_go, self._return_device, self.queue.flush_for_us): f()
         settle_losses(self.learn)
         _map_meters(self.learn, stock_metric)
 

@@ -17,6 +17,7 @@ from fastai.basics import Callback
 from torch import nn
 from .move import learner_modules
 from .meters import step_metrics
+from ..models.as_written import as_written
 from .serials import _ref, serial
 from .look import _codes, _root, CannotSee, HostLook, is_trusted, module_internals, variables_of, words_of
 
@@ -32,6 +33,7 @@ def _function(o):
     while isinstance(o, partial): o = o.func
     if isinstance(o, property): o = o.fget
     if isinstance(o, (MethodType,staticmethod,classmethod)): o = o.__func__
+    o = as_written(o)
     if not isinstance(o, (FunctionType,type)): o = getattr(type(o), '__call__', None)
     return o if type(o) is FunctionType and _is_watched(o) else None
 
