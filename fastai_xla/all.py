@@ -64,6 +64,7 @@ from .train.model_look import *
 from .train.parts import *
 from .train.plans import *
 from .train.replay import *
+from .train.errors import *
 from .train.on_device import *
 from .train.strict import *
 from .train.trainer import *

@@ -6,6 +6,7 @@ import pytest
 from fastai_xla.virtual_cores import run_replicas, use_virtual_cores
 use_virtual_cores(2)
 from synth import *
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from fastai.text.all import AWD_LSTM, awd_lstm_lm_config, language_model_learner, TextDataLoaders
 from fastai.vision.gan import FixedGANSwitcher, GANLearner
 
@@ -124,6 +125,28 @@ def test_gru(tmp_path):
     assert_no_xla(tmp_path/'gru.pkl')
     assert type(tpu.model.rnn) is nn.GRU and nn.GRU.__module__=='torch.nn.modules.rnn'
 
+class ReadsPacked(Module):
+    "Reads of each sequence what is there"
+    def __init__(self, cls): self.rnn,self.head = cls(4, 6, num_layers=2, batch_first=True, bidirectional=True),nn.Linear(24, 2)
+    def forward(self, x):
+        lengths = (x[...,0]!=0).sum(1).cpu()
+        out,state = self.rnn(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))
+        last = state[0] if isinstance(state, tuple) else state
+        return self.head(torch.cat([last[-2], last[-1], pad_packed_sequence(out, batch_first=True)[0].amax(1)], 1))
+
+def packed_learner(cls):
+    x = torch.randn(32, 5, 4, generator=torch.Generator().manual_seed(0))
+    for i,o in enumerate(x): o[1+i%5:] = 0
+    samples = list(zip(x, (x.sum((1,2))>0).long()))
+    return Learner(dls_of(samples[:24], samples[24:]), ReadsPacked(cls), loss_func=CrossEntropyLossFlat(), metrics=accuracy)
+
+@pytest.mark.parametrize('cls', [nn.LSTM, nn.GRU])
+def test_packed_sequences(cls):
+    mk = partial(packed_learner, cls)
+    plain,tpu = twin(mk),twin(mk, tpu=True)
+    for learn in (plain,tpu): quiet(learn, learn.fit, 2, 1e-2)
+    same(plain, tpu)
+
 # ---- one sample
 
 def test_a_batch_that_is_one_bare_tensor():
@@ -202,6 +225,17 @@ def test_float64_is_told_in_words_and_spoils_nothing():
     learn.dls = dls_of(vectors(24), vectors(24))
     quiet(learn, learn.fit, 1)
     assert all(o.isfinite().all() for o in learn.recorder.losses)
+
+class OnTheHost(Module):
+    "Makes a tensor where a notebook for GPUs makes it if there is none"
+    def __init__(self): self.lin,self.emb = nn.Linear(8, 3),nn.Embedding(8, 1)
+    def forward(self, x): return self.lin(x+self.emb(torch.arange(8).to('cuda' if torch.cuda.is_available() else 'cpu')).T)
+
+def test_a_tensor_of_the_host_is_told_with_its_line():
+    learn = twin(lambda: Learner(dls_of(vectors(24), vectors(24)), OnTheHost(), loss_func=CrossEntropyLossFlat()), tpu=True)
+    with pytest.raises(RuntimeError, match=r'made on the host .*test_as_on_cuda.py, line \d+: `def forward.*`device=x.device`'): quiet(learn, learn.fit, 1)
+    good = twin(tpu=True)
+    quiet(good, good.fit, 1)
 
 class Widens(Module):
     "Half of it in float64, which torch refuses on the host, and XLA when it compiles"

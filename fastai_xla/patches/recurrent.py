@@ -8,6 +8,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/patches.recurrent.html.md"""
 __all__ = []
 
 # %% ../../nbs/190_patches.recurrent.ipynb #imports
+from functools import partial
 import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
@@ -93,49 +94,100 @@ class _GRU(torch.autograd.Function):
         rec = torch.cat([dr, dz, dn*gates.flatten(0,1).chunk(4, 1)[0]], 1)
         return d,dh,rec.t() @ _before(h, hs).flatten(0,1),rec.sum(0)
 
+# %% ../../nbs/190_patches.recurrent.ipynb #packing
+_far = 1e4 # beyond this a gate is open, or shut
+
+def _still(gx, padding, *gates):
+    "`gx`, what inputs give to the gates, in which `padding` gives them `gates`, with which the state stays what it is"
+    if padding is None: return gx
+    return torch.where(padding, torch.cat([gx.new_full((gx.shape[-1]//len(gates),), v) for v in gates]), gx)
+
+class _Packing:
+    "Where the rows of a packed batch are among (steps, samples), read forward and backward"
+    def __init__(self, batch_sizes, device):
+        valid = torch.arange(int(batch_sizes[0]))<batch_sizes.cpu()[:,None]
+        n,k = self.shape = valid.shape
+        steps,seqs,lasts = torch.arange(n)[:,None],torch.arange(k),valid.sum(0)-1
+        rows,back = valid.flatten().cumsum(0).view(n, k)-1,(lasts-steps).clamp(min=0)
+        ways = (rows, steps*k+seqs),(rows.gather(0, back), back*k+seqs)
+        self.ways = [(r.flatten().to(device), places[valid].to(device)) for r,places in ways]
+        self.padding,self.ends = None if valid.all() else (~valid)[...,None].to(device),(lasts*k+seqs).to(device)
+
+    def unpack(self, x, reverse=False): return x.index_select(0, self.ways[reverse][0]).unflatten(0, self.shape)
+    def pack(self, x, reverse=False): return x.flatten(0, 1).index_select(0, self.ways[reverse][1])
+
+    def read(self, read, x, start, weights, reverse):
+        "Packed outputs of `read` on the packed `x`, and what is left at the end of each sequence"
+        out,_,*end = read(self.unpack(x, reverse), *start, *weights, padding=self.padding)
+        return self.pack(out, reverse),[out.flatten(0, 1).index_select(0, self.ends), *end]
+
 # %% ../../nbs/190_patches.recurrent.ipynb #layers
-def _read_lstm(x, h, c, w_in, w_rec, b_in=None, b_rec=None):
+def _read_lstm(x, h, c, w_in, w_rec, b_in=None, b_rec=None, padding=None):
     gx = F.linear(x, w_in, None if b_in is None else b_in+b_rec).to(h.dtype)
-    return _LSTM.apply(gx, h, c, w_rec.to(h.dtype))
+    return _LSTM.apply(_still(gx, padding, -_far, _far, 0, 0), h, c, w_rec.to(h.dtype))
 
-def _read_gru(x, h, w_in, w_rec, b_in=None, b_rec=None):
+def _read_gru(x, h, w_in, w_rec, b_in=None, b_rec=None, padding=None):
     b = torch.zeros(len(w_rec), dtype=h.dtype, device=h.device) if b_rec is None else b_rec.to(h.dtype)
-    return _GRU.apply(F.linear(x, w_in, b_in).to(h.dtype), h, w_rec.to(h.dtype), b)
+    return _GRU.apply(_still(F.linear(x, w_in, b_in).to(h.dtype), padding, 0, _far, 0), h, w_rec.to(h.dtype), b)
 
-def _one_way(read, x, start, weights, reverse):
-    "Outputs on `x`, of shape (steps, samples, features), and the end of one direction of one layer"
+def _one_way(read, packing, x, start, weights, reverse):
+    "Outputs on `x`, of shape (steps, samples, features) unless there is a `packing`, and the end of one direction of one layer"
+    if packing: return packing.read(read, x, start, weights, reverse)
     out,*end = read(x.flip(0) if reverse else x, *start, *weights)
     return (out.flip(0) if reverse else out),end
 
-def _layers(read, x, starts, weights, n_dir, dropout):
+def _layers(one_way, x, starts, weights, n_dir, dropout):
     "Outputs of the last layer, those of both directions side by side, and the ends of all of them"
     ends = []
     for i in range(0, len(weights), n_dir):
         if i: x = F.dropout(x, dropout, dropout>0)
-        outs,new = zip(*[_one_way(read, x, starts[i+d], weights[i+d], d==1) for d in range(n_dir)])
+        outs,new = zip(*[one_way(x, starts[i+d], weights[i+d], d==1) for d in range(n_dir)])
         x,ends = torch.cat(outs, -1),[*ends, *new]
     return x,ends
 
 def _chunks(o, n): return [o[i:i+n] for i in range(0, len(o), n)]
 
-def _read_all(read, x, states, params, has_biases, n_layers, dropout, train, bidirectional, batch_first):
+def _read_all(read, x, states, params, has_biases, n_layers, dropout, train, bidirectional, batch_first=False, packing=None):
     "What torch returns: outputs, and the last of each of `states`"
     steps_first = raw(x).transpose(0, 1) if batch_first else raw(x)
-    out,ends = _layers(read, steps_first, list(zip(*map(raw, states))), _chunks(params, 2+2*has_biases), 1+bidirectional, dropout if train else 0)
+    weights,starts = _chunks(params, 2+2*has_biases),list(zip(*map(raw, states)))
+    out,ends = _layers(partial(_one_way, read, packing), steps_first, starts, weights, 1+bidirectional, dropout if train else 0)
     res = (out.transpose(0, 1) if batch_first else out, *map(torch.stack, zip(*ends)))
     return res if type(x) is torch.Tensor else tuple(o.as_subclass(type(x)) for o in res)
 
 # %% ../../nbs/190_patches.recurrent.ipynb #replaced
 @replaces(torch._VF, 'lstm', 'torch_xla 2.8-2.9, pytorch/xla 1027 and 2422', 'a graph for each length, which took a minute to compile for 72 steps')
 def _lstm(old, x, hx, params, *args):
-    has_projections = len(params)!=args[1]*(1+args[4])*(2+2*args[0]) if isinstance(hx, (tuple,list)) else False
-    if not on_xla(x) or not isinstance(hx, (tuple,list)) or has_projections: return old(x, hx, params, *args)
-    return _read_all(_read_lstm, x, hx, params, *args)
+    if not on_xla(x): return old(x, hx, params, *args)
+    packing = _Packing(hx, x.device) if isinstance(hx, torch.Tensor) else None
+    states,weights,bias,n_layers,*more = (params, *args) if packing else (hx, params, *args)
+    if len(weights)!=n_layers*(1+more[2])*(2+2*bias): return old(x, hx, params, *args) # it has projections
+    return _read_all(_read_lstm, x, states, weights, bias, n_layers, *more, packing=packing)
 
 @replaces(torch._VF, 'gru', 'torch_xla 2.8-2.9', 'a graph for each length, as with `lstm`')
 def _gru(old, x, hx, params, *args):
-    if not on_xla(x) or not isinstance(params, (tuple,list)): return old(x, hx, params, *args)
-    return _read_all(_read_gru, x, [hx], params, *args)
+    if not on_xla(x): return old(x, hx, params, *args)
+    if isinstance(params, (tuple,list)): return _read_all(_read_gru, x, [hx], params, *args)
+    return _read_all(_read_gru, x, [params], *args, packing=_Packing(hx, x.device))
+
+# %% ../../nbs/190_patches.recurrent.ipynb #packed
+@replaces(torch._VF, '_pack_padded_sequence', 'torch_xla 2.8-2.9', 'sizes came back on the device, and no layer took them')
+def _pack(old, x, lengths, batch_first):
+    if not on_xla(x): return old(x, lengths, batch_first)
+    _,sizes = old(torch.empty(x.shape[:2]), lengths, batch_first) # with its errors
+    steps_first = raw(x).transpose(0, 1) if batch_first else raw(x)
+    return _Packing(sizes, x.device).pack(steps_first[:len(sizes)]).as_subclass(type(x)),sizes
+
+@replaces(torch._VF, '_pad_packed_sequence', 'torch_xla 2.8-2.9', 'a part of the graph for each length')
+def _pad(old, x, sizes, batch_first, value, total_length):
+    if not on_xla(x): return old(x, sizes, batch_first, value, total_length)
+    sizes,n = sizes.cpu(),max(total_length, len(sizes))
+    _,lengths = old(torch.empty(len(x)), sizes, batch_first, value, total_length) # with its errors
+    packing = _Packing(sizes, x.device)
+    out = packing.unpack(raw(x))
+    if packing.padding is not None: out = torch.where(packing.padding.view(*packing.shape, *[1]*(out.ndim-2)), value, out)
+    if n>len(out): out = torch.cat([out, out.new_full((n-len(out), *out.shape[1:]), value)])
+    return (out.transpose(0, 1) if batch_first else out).as_subclass(type(x)),lengths
 
 # %% ../../nbs/190_patches.recurrent.ipynb #own
 restores(torch.nn, 'GRU', 'torch_xla 2.9', 'a GRU raised on the CPU, and its pickle named torch_xla')

@@ -21,6 +21,7 @@ from .model_look import *
 from .parts import *
 from .plans import *
 from .replay import *
+from .errors import *
 from .on_device import *
 from .strict import *
 from .trainer import *
