@@ -21,6 +21,7 @@ from .patches.recompute import *
 from .patches.spmd import *
 from .patches.spawn import *
 from .patches.text import *
+from .patches.by_parts import *
 from .patches.recurrent import *
 from .data.rng import *
 from .data.placement import *

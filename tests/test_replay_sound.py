@@ -732,3 +732,26 @@ def test_torch_compiles_again_after_a_fit():
     learn.detach_tpu()
     with torch.no_grad(): learn.model.cpu()(torch.ones(2, 8))
     assert graphs and all(k.startswith('_orig_mod.') for k in learn.model.state_dict())
+
+class Attends(nn.Module):
+    "torch's encoder with a mask, which it would read"
+    def __init__(self, padding):
+        super().__init__()
+        self.enc,self.head,self.padding = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 2, enable_nested_tensor=False),nn.Linear(8, 3),padding
+    def forward(self, x):
+        t = x.view(-1, 2, 4)
+        mask = nn.Transformer.generate_square_subsequent_mask(2, device=x.device)
+        return self.head(self.enc(t, mask=mask, src_key_padding_mask=(t[...,0]>9).float() if self.padding else None).flatten(1))
+
+@pytest.mark.parametrize('padding', [False, True])
+def test_a_transformer_with_a_mask(padding): check(lambda: learner(partial(Attends, padding)))
+
+class Parts(nn.Module):
+    "Operators that torch_xla has no form for"
+    def __init__(self): super().__init__(); self.net,self.conv = nn.Sequential(nn.Linear(8, 32), nn.GLU(), nn.Linear(16, 3)),nn.Linear(6, 8)
+    def forward(self, x):
+        up = F.interpolate(x[:,None], scale_factor=2, mode='linear')[:,0]
+        patches = F.unfold(up.view(-1, 1, 4, 4), (2, 3), stride=2)
+        return self.net(x+self.conv(patches.mean(2)))
+
+def test_operators_by_their_parts(): check(lambda: learner(Parts, loss_func=lambda p, y: F.huber_loss(p, F.one_hot(y, 3).float())))

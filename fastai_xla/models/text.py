@@ -13,6 +13,7 @@ import torch
 from fastai.text.models.awdlstm import AWD_LSTM
 from fastai.text.models.core import SentenceEncoder
 from torch import nn
+from torch.nn.modules import transformer
 from ..runtime.transfer import on_xla
 from ..patches.text import span_of
 from ..data.shapes import pad_text
@@ -73,11 +74,15 @@ def _sent_zeros(m, stock, l):
     p = next(m.parameters())
     return tuple(h.to(p.device) for h in _zeros(m, l, 'cpu')) if on_xla(p) else stock(l)
 
+def _is_causal(module, stock, mask, is_causal=None, size=None):
+    return is_causal is True if on_xla(mask) else stock(mask, is_causal, size)
+
 def lend_text(
     model:nn.Module,
     loans, # `Loans`, which give the modules their own back
 ):
-    "Lend the `AWD_LSTM`s in `model`, and the sentence encoders that read with one, what has static shapes on an XLA device"
+    "Lend the `AWD_LSTM`s in `model`, and the sentence encoders that read with one, what has static shapes on a device, and transformers what reads no mask"
+    loans.lend(transformer, '_detect_is_causal_mask', _is_causal)
     for m in model.modules():
         if isinstance(m, AWD_LSTM): loans.lend(m, '_one_hidden', _sent_zeros)
         if isinstance(m, SentenceEncoder) and isinstance(m.module, AWD_LSTM): loans.lend(m, 'forward', _encode)

@@ -11,4 +11,5 @@ from .recompute import *
 from .spmd import *
 from .spawn import *
 from .text import *
+from .by_parts import *
 from .recurrent import *

@@ -11,7 +11,7 @@ __all__ = ['is_checkpointing', 'only_kept']
 import threading, torch, torch.utils.checkpoint as ckpt
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from ..runtime.device import xm
+from ..runtime.device import runtime_started, torch_xla, xm
 from ..runtime.transfer import map_tensors, on_xla, tensors_of
 from .registry import replaces
 
@@ -43,7 +43,11 @@ class _Again:
         with self.drawing(),self.casting(): return self.f(*args, **kwargs)
 
 # %% ../../nbs/165_patches.recompute.ipynb #replaced
-def _device_of(*args): return next((str(t.device) for t in tensors_of(args) if on_xla(t)), None)
+def _device_of(*args):
+    "The XLA device of tensors in `args`; that of this thread if there are none, and it may be in use; else None"
+    ts = tensors_of(args)
+    if not ts and runtime_started(): return str(torch_xla.device())
+    return next((str(t.device) for t in ts if on_xla(t)), None)
 
 _versions,_why = 'torch 2.8-2.9, pytorch/xla 5766',"checkpointing on XLA ended in \"module 'torch' has no attribute 'xla'\""
 
