@@ -14,6 +14,7 @@ from torch import nn
 from torch.func import functional_call
 from ..runtime.device import xm
 from ..runtime.transfer import on_xla
+from ..patches.recompute import casting_now
 from .repeats import block_runs, named_tensors, settings_that_differ
 
 # %% ../../nbs/350_models.scan.ipynb #scan
@@ -77,8 +78,7 @@ class _Scan(torch.autograd.Function):
     "`loop`, some `ScannedBlocks`, over `x`, with the tensors of its blocks stacked"
     @staticmethod
     def forward(ctx, loop, x, *ts):
-        ctx.loop,ctx.seed = loop,xm.get_rng_state()
-        ctx.autocast = dict(enabled=torch.is_autocast_enabled('xla'), dtype=torch.get_autocast_dtype('xla'))
+        ctx.loop,ctx.seed,ctx.casting = loop,xm.get_rng_state(),casting_now()
         xm.set_rng_state(ctx.seed)
         (y,),(xs,) = _while(loop.forward, [x.as_subclass(torch.Tensor)], list(ts))
         ctx.save_for_backward(xs, *ts)
@@ -88,7 +88,7 @@ class _Scan(torch.autograd.Function):
     def backward(ctx, grad):
         needed = ctx.needs_input_grad[2:]
         def back(carry, saved): return ctx.loop.backward(carry, saved, needed)
-        with xm.fork_rng(),torch.autocast('xla', **ctx.autocast):
+        with xm.fork_rng(),ctx.casting():
             xm.set_rng_state(ctx.seed)
             (gx,),gs = _while(back, [grad.as_subclass(torch.Tensor)], list(ctx.saved_tensors), reverse=True)
         gs = iter(gs)

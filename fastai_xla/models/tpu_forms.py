@@ -9,12 +9,11 @@ __all__ = ['lend_tpu_forms']
 
 # %% ../../nbs/325_models.tpu_forms.ipynb #imports
 from contextlib import suppress
-from functools import partial
 import torch
 from torch.nn import functional as F
 from ..runtime.device import xm
 from ..runtime.transfer import on_xla
-from ..patches.recompute import is_checkpointing, only_kept
+from ..patches.recompute import casting_now, is_checkpointing, only_kept
 from ..patches.ops import affine, by_channel, normed, widen
 from .norms import lend_builtin
 
@@ -70,7 +69,7 @@ def _linear(F_, stock, input, weight, bias=None):
     made_of = _before_gelu(input) if on_xla(input) else None
     if not made_of: return stock(input, weight, bias)
     x,approximate = made_of
-    cast = partial(torch.autocast, 'xla', torch.get_autocast_dtype('xla'), torch.is_autocast_enabled('xla'))
+    cast = casting_now()
     def layer(x, weight, bias):
         with cast(): return stock(F.gelu(x, approximate=approximate), weight, bias)
     return _LinearOfGelu.apply(layer, x, weight, bias).as_subclass(type(input))

@@ -28,7 +28,8 @@ class StepSeeds:
     def _follow(self, seed, draws=0):
         "Count the seed of the next step as `torch_xla.sync` does, if this one, which began with `seed`, sets it to what it is after so many `draws`"
         self.seed = seed
-        base = self.base if self.base is not None and not draws else self.after([draws])[0]
+        if draws: base = self.after([draws])[0]
+        else: base = seed if self.base is None else self.base
         self.next_seed,self.base = (1012031+base*7012063)%2**64,None
 
     def after(self, ns):
