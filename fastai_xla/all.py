@@ -14,6 +14,7 @@ from .patches.grads import *
 from .patches.travel import *
 from .patches.learner import *
 from .patches.ops import *
+from .patches.builder import *
 from .patches.tiles import *
 from .patches.augment import *
 from .patches.mix import *
@@ -50,6 +51,7 @@ from .train.tpu_casts import *
 from .train.steppers import *
 from .train.work import *
 from .train.optimizer import *
+from .train.late import *
 from .train.meters import *
 from .train.stand_ins import *
 from .train.loop import *
@@ -58,12 +60,14 @@ from .train.seeds import *
 from .train.capture import *
 from .train.serials import *
 from .train.look import *
+from .train.step_loop import *
 from .train.watch import *
 from .train.makers import *
 from .train.effects import *
 from .train.model_look import *
 from .train.parts import *
 from .train.plans import *
+from .train.runner import *
 from .train.replay import *
 from .train.errors import *
 from .train.on_device import *

@@ -52,9 +52,9 @@ CASES = [ # what is called, and of its arguments the wrong values
     (mixture, dict(dls=WRONG)), (mixed, dict(weights=but(None), n=count_or_none)), (AugSplits, dict(aug=WRONG, num_splits=count), dict(aug=noop)),
     (JSDLoss, dict(num_splits=count, alpha=but(0, 1.5), smoothing=but(0))),
     (NaNGuard, dict(action=WRONG)), (HostQueue, dict(every=but(0, 1.5)), {}, dict(every='fetch_every')),
-    (StrictSteps, dict(warm=at_least_0)), (TPUTrainer, dict(batch_tfms=WRONG, fetch_every=but(0, 1.5), replay=bit)), (StepReplay, dict(on=bit, confirm=count, check_every=count), {}, dict(on='replay')),
-    *((o, dict(confirm=count)) for o in (StepPlans, AgreedPlans)), *((o, dict(on=bit, confirm=count, check_every=count), {}, dict(on='replay')) for o in (BatchReplay, ValidReplay)), (StepTracing, dict(confirm=count)),
-    (one_core, dict(batch_tfms=WRONG, fetch_every=but(0, 1.5), replay=bit, strict=bit, cache=place_or_none)),
+    (StrictSteps, dict(warm=at_least_0)), (TPUTrainer, dict(batch_tfms=WRONG, fetch_every=but(0, 1.5), replay=bit, steps_per_execution=count)), (StepReplay, dict(on=bit, confirm=count, check_every=count, steps_per_execution=count), {}, dict(on='replay')),
+    *((o, dict(confirm=count)) for o in (StepPlans, AgreedPlans)), *((o, dict(on=bit, confirm=count, check_every=count), {}, dict(on='replay')) for o in (BatchReplay, StepsTogether, ValidReplay)), (StepTracing, dict(confirm=count)),
+    (one_core, dict(batch_tfms=WRONG, fetch_every=but(0, 1.5), replay=bit, steps_per_execution=count, strict=bit, cache=place_or_none)),
     (use_virtual_cores, dict(n=count_or_none, processes=bit, hosts=count)), (run_replicas, dict(fn=WRONG, n=count_or_none), dict(fn=noop)),
     (TPUPool, dict(n_cores=count_or_none)), (get_pool, dict(n_cores=count_or_none)), (tpu_launch, dict(fn=WRONG, n_cores=count_or_none), dict(fn=noop)),
     (sync_metric, dict(m=WRONG)), (fsdp_options, dict(fsdp=WRONG)),
@@ -64,7 +64,7 @@ CASES = [ # what is called, and of its arguments the wrong values
     (make_mesh, dict(replica=count_or_none, fsdp=count_or_none, n=count_or_none, model=count_or_none)),
     (ShardRule, dict(pattern=but('a'), axes=but('a', []), min_size=at_least_0), dict(pattern='a')),
     (infer_sharding, dict(model=WRONG, mesh=WRONG, rules=but([])), dict(model=linear(), mesh=mesh())),
-    (sharded, dict(replica=count_or_none, fsdp=count_or_none, rules=but([]), grad_ckpt=bit, scan=bit, mark_step=bit, replay=bit, partition_norms=but(0, None),
+    (sharded, dict(replica=count_or_none, fsdp=count_or_none, rules=but([]), grad_ckpt=bit, scan=bit, mark_step=bit, replay=bit, steps_per_execution=count, partition_norms=but(0, None),
         batch_tfms=WRONG, fetch_every=but(0, 1.5), model=count_or_none)),
     (CheckpointStore, dict(path=place, keep=count, allow_pickle=bit), dict(path='a')),
     (KeepPolicy, dict(newest=count, best=at_least_0, every=at_least_0, monitor=but('a'), mode=but(None))),
@@ -125,10 +125,10 @@ SEAMS = '''start_iter DeviceDL Shipment EventTeller lengthen_lr_find run_along r
     function_of restores OwnDraws MarkedDL graph_error apart_error DevicePhases BatchEnds BadStepWatch launch_error shapes_of process_start is_running Lease
     check_room groups_by_size pieces_of read_pieces plain_dtype tensor_kind Encoder encode encode_states Decoder decode checkpoint_fault find_checkpoint
     StoreReader copy_state note_made made_as fingerprint check_differences note_config CheckpointOptions settings_of progress_file plan_goal load_weights ema_weight
-    StateRestorer FitResumer hlo_message compile_options ProgramReport CutReport ProgramLog tpu_advice trace_phase StepReports TPUReport scope_of unpack_call written_places held_bytes MidStep StepNoter step_times meter_row meter_line
+    StateRestorer FitResumer hlo_number count_step hlo_message compile_options ProgramReport CutReport ProgramLog tpu_advice trace_phase StepReports TPUReport scope_of unpack_call written_places held_bytes MidStep StepNoter step_times meter_row meter_line
     speed_text MeterSums MeterRates ProfiledSteps plot_steps time_fit gloo_device start_host rehearse device_span host_span HostShare host_pieces HostDraws
     assemble part_of collect_parts write_by_hosts write_pieces write_state write_progress MeshTrainer bar_says fit_line seconds_left left_text EpochClock
-    step_metrics step_code step_owners HostLook ValueLook users_code StepReasons PlanRunner is_trusted is_quiet holders_of host_state'''.split()
+    step_metrics step_code step_owners HostLook ValueLook users_code StepReasons StepWaiting PlanRunner is_trusted is_quiet holders_of host_state'''.split()
 
 def options(f):
     "The parameters of `f` that say they are numbers, words or switches"

@@ -95,8 +95,8 @@ def test_a_step_costs_one_execution():
 def test_what_a_program_takes_is_kept_until_it_has_run(monkeypatch):
     "Who frees it earlier waits for the device with the interpreter's lock, and the thread that makes batches stands still"
     kept,stock,wait = [],StepCapture._execute,StepCapture.wait
-    def noted(self, program, ins, ts):
-        before,res = self.made,stock(self, program, ins, ts)
+    def noted(self, program, ins, ts, next_seed=None):
+        before,res = self.made,stock(self, program, ins, ts, next_seed)
         kept.append((self.used[0] is ins, self.used[1] is before, [tensor_id(t) for t in self.made]==[tensor_id(self.named[k]) for k in program.written]))
         return res
     def waited(self):

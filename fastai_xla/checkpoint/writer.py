@@ -49,7 +49,7 @@ class CheckpointError(RuntimeError): "A checkpoint could not be written"
 
 class CheckpointFiles(XLACallback):
     "Writes what it is given, in the background"
-    order,lease,replayable = 1100,None,True # after the events of a pool, which exchange something at the end of an epoch
+    order,lease,replayable,reads_weights = 1100,None,True,False # after the events of a pool, which exchange something at the end of an epoch
 
     def _say(self, msg):
         if is_main(): print(msg)

@@ -51,7 +51,7 @@ class MeterMessage:
 
 class MeterSums(Callback):
     "Adds up the samples of training steps, and where their seconds go"
-    order,replayable,checkpointed = XLAStats.order+2,True,('total','values')
+    order,replayable,reads_weights,checkpointed = XLAStats.order+2,True,False,('total','values')
     read = staticmethod(read_clocks)
     def __init__(self): self.total,self.values,self.flops,self.flops_error = dict(no_sums),[],None,None
 

@@ -38,7 +38,7 @@ norm_kinds = 'grads','params','updates'
 
 class NormMeter(Callback):
     "Notes the norms of gradients, parameters and updates at each step: of all together, and of each parameter group"
-    order,run_valid,replayable = GradientAccumulation.order+3,False,True # when gradients are reduced over ranks, before they are clipped
+    order,run_valid,replayable,reads_weights = GradientAccumulation.order+3,False,True,False # when gradients are reduced over ranks, before they are clipped
     def before_fit(self):
         self.run = not hasattr(self, 'lr_finder')
         self.grads,self.params,self.updates,self.start,self.old,self.now = [],[],[],0,None,None

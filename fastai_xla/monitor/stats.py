@@ -41,7 +41,7 @@ _shown = dict(wall='wall ms', host='host ms', compiles='compiles', reads='reads'
 
 class XLAStats(Callback):
     "Collect the cost of each batch of training in `steps`, and of each epoch's training in `train` and validation in `valid`"
-    order,replayable = 100,True
+    order,replayable,reads_weights = 100,True,False
     def __init__(self,
         warm:int=2, # First steps, which the table leaves out
     ): self.warm = check_int('warm', warm, at_least=0)
@@ -85,7 +85,7 @@ class XLAStats(Callback):
 # %% ../../nbs/860_monitor.stats.ipynb #train-batches
 class _StopAfter(Callback):
     "End a fit after `n` batches"
-    order,replayable = XLAStats.order+1,True
+    order,replayable,reads_weights = XLAStats.order+1,True,False
     def __init__(self, n): self.n = n
     def after_batch(self):
         if self.training and self.train_iter>=self.n: raise CancelFitException

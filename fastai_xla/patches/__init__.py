@@ -4,6 +4,7 @@ from .grads import *
 from .travel import *
 from .learner import *
 from .ops import *
+from .builder import *
 from .tiles import *
 from .augment import *
 from .mix import *

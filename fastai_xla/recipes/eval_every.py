@@ -101,7 +101,7 @@ class NotDue(float):
 # %% ../../nbs/854_recipes.eval_every.ipynb #callback
 class EvalEvery(Callback):
     "Validates on another set, after so many epochs or training batches"
-    order,run_valid,replayable,adds_columns,checkpointed = Recorder.order+1,False,True,True,('history','last','trained')
+    order,run_valid,replayable,reads_weights,adds_columns,checkpointed = Recorder.order+1,False,True,False,True,('history','last','trained')
     def __init__(self,
         valid_dl, # A loader with targets, as for `learn.validate(dl=...)`
         label:str, # What the columns of the table begin with

@@ -169,6 +169,7 @@ def to_tpu_sharded(self:Learner,
     batch_tfms:str='auto', # Where batch transforms run: 'auto', 'host' or 'device'; see `TfmPlacement`
     fetch_every:float=1., # Seconds between two fetches of losses and metrics for the progress bar
     replay:bool=True, # Run steps and batches of validation that are known to be the same again, without tracing them? See `StepReplay`
+    steps_per_execution:int=1, # Training steps that are run as one program, as Keras has it; see `fastai_xla.train.runner`
     **axes:int, # Sizes of other mesh axes, for rules to use
 ):
     "Train by one program on every TPU core (or XLA's CPU devices where there is no TPU) from now on"
@@ -179,7 +180,8 @@ def to_tpu_sharded(self:Learner,
     sizes = dict(replica=replica, fsdp=fsdp, **axes)
     mesh = make_mesh(n=n_devices_for(sizes), **sizes)
     runner = BlockRunner(scan, mark_step) if grad_ckpt or scan or mark_step else None
-    cb = TPUShardedTrainer(mesh, rules, partition_norms, runner, batch_tfms=batch_tfms, fetch_every=fetch_every, replay=replay)
+    common = dict(batch_tfms=batch_tfms, fetch_every=fetch_every, replay=replay, steps_per_execution=steps_per_execution)
+    cb = TPUShardedTrainer(mesh, rules, partition_norms, runner, **common)
     for m in learner_modules(self): infer_sharding(m, mesh, rules)
     if runner: runner.plan(self.model)
     _warn_bs(getattr(self.dls.train, 'bs', None), mesh.n_data)

@@ -6,6 +6,7 @@ from .tpu_casts import *
 from .steppers import *
 from .work import *
 from .optimizer import *
+from .late import *
 from .meters import *
 from .stand_ins import *
 from .loop import *
@@ -14,12 +15,14 @@ from .seeds import *
 from .capture import *
 from .serials import *
 from .look import *
+from .step_loop import *
 from .watch import *
 from .makers import *
 from .effects import *
 from .model_look import *
 from .parts import *
 from .plans import *
+from .runner import *
 from .replay import *
 from .errors import *
 from .on_device import *

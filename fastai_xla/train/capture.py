@@ -8,7 +8,6 @@ Docs: https://fastai-xla.github.io/fastai_xla/train.capture.html.md"""
 __all__ = ['StepProgram', 'ProgramInputs', 'StepTracer', 'StepCapture', 'shape_of', 'StepGiven', 'StepLeft', 'StepPlan']
 
 # %% ../../nbs/440_train.capture.ipynb #imports
-import threading
 from collections import deque
 from dataclasses import dataclass
 from itertools import accumulate, chain, repeat
@@ -17,7 +16,7 @@ from typing import NamedTuple
 import torch
 from ..runtime.device import torch_xla, xr
 from ..runtime.counts import n_copies, n_ops, own_reads
-from .pending import _lib, data_ids, in_graphs, n_pending, node_id, pending, tensor_id
+from .pending import _lib, compiled_graph, data_ids, in_graphs, n_pending, node_id, pending, tensor_id
 from .seeds import StepSeeds
 
 # %% ../../nbs/440_train.capture.ipynb #same
@@ -67,8 +66,6 @@ class ProgramInputs:
         return pick([*chain.from_iterable(groups)])[:-1]
 
 # %% ../../nbs/440_train.capture.ipynb #capture
-_donating = threading.Lock() # torch_xla's flag is one for all replicas of a process
-
 class StepTracer(StepSeeds):
     "Traces steps on a device into programs"
     def __init__(self,
@@ -113,12 +110,8 @@ class StepTracer(StepSeeds):
         draws,others = self._seeds_in(ids)
         seeds = sorted({*draws.values()})
         sources = tuple(('seed',seeds.index(draws[j])) if j in draws else self.slots.get(i, ('const',j)) for j,i in enumerate(ids))
-        from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config # not above: rooms can be imported where torch_xla is missing
         free = {*(('state',k) for k in written), *(('given',k) for k,t in self.spent.items() if pending([t]))}
-        for v,s in zip(self.values, sources): _lib()._set_buffer_donation(v, s in free and v.ndim>0) # torch_xla caches scalars
-        with _donating,alias_with_buffer_donor_config(True):
-            key = _lib()._get_graph_hash(self.roots)
-            _lib()._xla_warm_up_cache(self.roots, []) # compiles, unless it is known
+        key = compiled_graph(self.roots, self.values, [s in free for s in sources])
         consts = {j: v for j,(v,(w,_)) in enumerate(zip(self.values, sources)) if w=='const'}
         return StepProgram(key, sources, written, len(outs), consts, {j: others.get(j, ids[j]) for j in consts}, tuple(seeds), at_end)
 
@@ -134,21 +127,21 @@ class StepCapture(StepTracer):
     def finish(self, program):
         "Run the traced step, and return its results besides the state; what else it has left is dropped"
         outs = self.roots[len(program.written):]
-        try: self._execute(program, self.values, self.roots)
+        try: self._execute(program, self.values, self.roots, self.next_seed)
         finally:
             self.roots = self.values = self.slots = self.state = self.taken = self.spent = None
             _lib()._clear_pending_irs(self.device)
         return outs
 
-    def _execute(self, program, ins, ts):
-        "Run `program`, give its first results to `ts`, and return all"
+    def _execute(self, program, ins, ts, next_seed=None):
+        "Run `program`, give its first results to `ts`, and return all; what comes next draws from `next_seed`, if there is one"
         res = []
         try: res.extend(map(_lib()._run_cached_graph, [program.key], [ins])) # so that Ctrl-C cannot lose the result, for which the state was donated
         finally:
             if res:
                 deque(map(setattr, ts, repeat('data'), res[0]), 0) # not `_replace_xla_tensor`, after which `t.detach()` is the old value
                 if not xr.is_spmd(): self.used,self.made = (ins, self.made),res[0][:len(program.written)]
-                _lib()._xla_set_rng_seed(self.next_seed, self.device)
+                if next_seed is not None: _lib()._xla_set_rng_seed(next_seed, self.device)
         self.n_copies = n_copies()
         return res[0]
 
@@ -171,11 +164,11 @@ class StepCapture(StepTracer):
         for t in state if self.may_share(state) else ():
             if in_graphs([t]): t.data = t.clone()
 
-    def run(self, program, state, given, numbers):
-        "Run `program` again with what these are now; returns its other results"
-        ins = self.inputs.of(program, state, given, numbers, self.seeds_for(program))
+    def run(self, program, state, given, numbers, seeds=None):
+        "Run `program` again with what these are now; returns its other results. The `seeds` of a step that has waited are those that it had"
+        ins = self.inputs.of(program, state, given, numbers, self.seeds_for(program) if seeds is None else seeds)
         self.wait() # `_run_cached_graph` does too, but holds the interpreter's lock
-        return self._execute(program, ins, [state[k] for k in program.written])[len(program.written):]
+        return self._execute(program, ins, [state[k] for k in program.written], self.next_seed if seeds is None else None)[len(program.written):]
 
 # %% ../../nbs/440_train.capture.ipynb #plan
 def shape_of(
@@ -196,6 +189,11 @@ class StepLeft(NamedTuple):
     form:object # See `shell_of`
     sources:list # Where each of its tensors comes from: ('out'|'given'|'state', index)
 
+def _chain(places, left):
+    "By number, what a step takes of what the one before has made, which is in the same place; None if it takes something else from there"
+    at = [(i, left[p][places[:i].count(p)] if places.count(p)==len(left[p]) else None) for i,p in enumerate(places) if p in left and p[0]!='learn']
+    return {i: s[1] for i,s in at if s[0]=='out'} if all(s and (s[0]=='out' or s==('given',i)) for i,s in at) else None
+
 @dataclass
 class StepPlan:
     "How the steps of one kind are run again"
@@ -207,6 +205,9 @@ class StepPlan:
     agreed:bool=False # Have all ranks said that they can run it again?
     since:int=0 # Steps that were run since
     made:object=None # The optimizer's step in it
+    chain:dict|None=None # By number, what it is given that is a result of the step before; None if that isn't known
+    hlo:bytes=b'' # Its graph, where several steps are to be run as one program
+    loop:object=None # The program of these
 
     @classmethod
     def of(cls, program, given, left):
@@ -216,7 +217,8 @@ class StepPlan:
         new = {('given',i): ('given',j) for j,i in enumerate(kept)}
         program = program._replace(sources=tuple(new.get(s, s) for s in program.sources))
         left = [o._replace(sources=[new.get(s, s) for s in o.sources]) for o in left]
-        return cls(program, list(dict.fromkeys(given[i].place for i in kept)), [given[i].shape for i in kept], left)
+        places = [given[i].place for i in kept]
+        return cls(program, list(dict.fromkeys(places)), [given[i].shape for i in kept], left, chain=_chain(places, {o.place: o.sources for o in left}))
 
     def differs(self, old):
         "How this step differs from `old`, the one before of its kind, in words; None if it doesn't"

@@ -15,10 +15,10 @@ import torch
 from fastai.basics import AvgLoss, AvgMetric, AvgSmoothLoss, find_bs, Metric, to_detach
 from fastai.metrics import foreground_acc, LossMetric
 from fastcore.all import detuplify, GetAttr
-from torch.utils._pytree import tree_map_only
 from ..runtime.counts import own_reads
 from ..runtime.transfer import to_host
 from ..runtime.args import check_number
+from .late import LateTensor, on_time
 
 # %% ../../nbs/420_train.meters.ipynb #queue
 class HostQueue:
@@ -40,7 +40,7 @@ class HostQueue:
 
     def flush(self):
         "Fetch all that waits in one transfer, and hand it over in order"
-        waiting,hosts = self.waiting,to_host([b for _,b in self.waiting])
+        waiting,hosts = self.waiting,to_host(on_time([b for _,b in self.waiting]))
         self.waiting,self.nbytes,self.last,errors = [],0,time.monotonic(),[]
         for (meter,_),b in zip(waiting, hosts):
             try: self._hand_over(meter, b)
@@ -160,31 +160,18 @@ def step_metrics(
     return () if rec is None else rec._train_mets if training else rec._valid_mets
 
 # %% ../../nbs/420_train.meters.ipynb #pending
-class PendingLoss(torch.Tensor):
+class PendingLoss(LateTensor):
     "The 0-d host tensor `meter.history[i]`, fetched when its value is used"
-    @staticmethod
-    def __new__(cls, meter, i): return torch.Tensor._make_wrapper_subclass(cls, (), dtype=torch.float32)
     def __init__(self, meter, i): self.meter,self.i = meter,i
     @property
     def known(self):
         "The value, fetched if it has not come home"
         if len(self.meter.history)<=self.i: self.meter.queue.flush()
         return self.meter.history[self.i]
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        args,kwargs = tree_map_only(cls, lambda o: o.known, (args, kwargs or {}))
-        return func(*args, **kwargs)
-    def numpy(self, **kwargs): return self.known.numpy(**kwargs)
-    def tolist(self): return self.known.tolist()
-    def __array__(self, *args, **kwargs): return self.known.__array__(*args, **kwargs)
     def newest(self):
         "The last smoothed loss that has come home, at no cost; None before the first"
         if self.meter.history: return self.meter.history[-1]
         return self.meter.metric.value if self.meter.metric.count else None
-    def __format__(self, spec): return format(self.known.item(), spec)
-    def __repr__(self, **kwargs): return repr(self.known)
-    def __reduce_ex__(self, proto): return self.known.__reduce_ex__(proto)
-    def __deepcopy__(self, memo): return self.known.clone()
 
 class DeviceSmoothLoss(DeviceMetric):
     "fastai's `AvgSmoothLoss`, applied to each loss in turn when the losses come home"

@@ -9,6 +9,7 @@ __all__ = ['settled', 'settle_losses', 'bury', 'is_one_sample', 'DevicePhases', 
 
 # %% ../../nbs/470_train.on_device.ipynb #imports
 import gc, traceback
+from contextlib import nullcontext
 from functools import partial
 import torch
 from fastai.basics import find_bs, TrainEvalCallback
@@ -96,11 +97,12 @@ class DevicePhases(XLACallback):
         batch_tfms:str='auto', # Where batch transforms run: 'auto', 'host' or 'device'; see `TfmPlacement`
         fetch_every:float=1., # Seconds between two fetches of losses and metrics for the progress bar
         replay:bool=True, # Run steps and batches of validation that are known to be the same again, without tracing them? See `StepReplay`
+        steps_per_execution:int=1, # Training steps that are run as one program
     ):
         TfmPlacement(None, batch_tfms)
         self.batch_tfms,self.queue,self.loans = batch_tfms,HostQueue(fetch_every),Loans()
         self._dls,self._told,self._since = None,False,None
-        self.replay = StepReplay(replay)
+        self.replay = StepReplay(replay, steps_per_execution=steps_per_execution)
         self.renewal,self.values,self.at_home,self.mixed,self.fed,self.shapes = Renewal(),HostValues(),False,False,[],{}
 
     @property
@@ -112,10 +114,12 @@ class DevicePhases(XLACallback):
         "The weights have other values, from the device, than the last step has left"
         self.renewal.note(self.learn)
 
+    def whole(self): return nullcontext(self.replay.settle()) # the weights are those of the last step
     def takes(self, phase): return phase in ('fit','train','validate')
 
     def run_phase(self, phase, f, final, rest):
         "Run the phase as it is, that of a single sample on the host; nothing stays lent, however it ends"
+        self.replay.settle()
         try:
             if phase=='validate' and self.alone and is_one_sample(self.dl): self._run_at_home(f, rest)
             else: rest(f)
@@ -189,7 +193,7 @@ class OnDevice(DevicePhases):
 
     def release(self):
         "Give back all that is lent"
-        for f in (self.loans.give_back, self.replay.let_go, self._return_device, self.queue.flush_for_us): f()
+        for f in (self.replay.settle, self.loans.give_back, self.replay.let_go, self._return_device, self.queue.flush_for_us): f()
         settle_losses(self.learn)
         _map_meters(self.learn, stock_metric)
 

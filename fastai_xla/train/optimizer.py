@@ -30,9 +30,11 @@ def _rows(work, lag=0):
 # %% ../../nbs/410_train.optimizer.ipynb #send
 _sent = WeakKeyDictionary() # of each optimizer: the numbers sent last, and the tensor that they are
 
+def _numbers(rows): return tuple(v for row in rows for v in row.numbers.values())
+
 def _send_numbers(opt, rows, dtype, device):
     "The rows as one tensor on `device`, the last one if it is the same"
-    numbers = tuple(v for row in rows for v in row.numbers.values())
+    numbers = _numbers(rows)
     key = numbers,dtype,device
     if _sent.get(opt, (None,))[0]!=key: _sent[opt] = key, *send([torch.tensor(numbers, dtype=dtype)], device)
     return _sent[opt][1]
@@ -174,8 +176,9 @@ def made_step(
 def count_step(
     opt, # An optimizer of fastai, or `OptimWrapper`
     made=None, # From `made_step`; None is the last step
+    sends:bool=True, # Send its numbers? Else they stay on the host
 ):
-    "The host's part of one more step like the one that was `made`: it is counted, and its numbers are sent and returned; None if it would be another"
+    "The host's part of one more step like the one that was `made`: it is counted, and its numbers are returned; None if it would be another"
     if optimizer_code(opt): return
     opt = _stepper(opt)
     last = _made.get(opt)
@@ -183,7 +186,7 @@ def count_step(
     if not made or not (work := _work_again(opt, made.ids)): return
     now,rows = _rows(work)
     if _like(work, now)!=made.like: return
-    numbers = _send_numbers(opt, rows, made.dtype, work.todo[0].p.device)
+    numbers = _send_numbers(opt, rows, made.dtype, work.todo[0].p.device) if sends else torch.tensor(_numbers(rows), dtype=made.dtype)
     _count(work, now, rows)
     if isinstance(opt, OptimWrapper): give_torch_state(opt.opt, work)
     return numbers

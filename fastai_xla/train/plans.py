@@ -53,6 +53,7 @@ class StepPlans:
         self.differs = plan.differs(old)
         plan.seen = 0 if changed else 1 if self.differs else old.seen+1
         plan.agreed = plan.seen>1 and old.agreed
+        plan.loop = None if self.differs else old.loop
         self.plans[self.key],self.n_changes = plan,(self.n_changes+1 if changed else 0)
         self._note_new(self.differs and f'no step is like the one before: {self.differs}')
         if self.n_changes>self.confirm: self.odd = f'a step changes {changed}'
@@ -153,6 +154,7 @@ class StepTracing(StepReasons):
         self.watch.drop()
         self.capture = self.parts = self.open = self.waiting = None # a tensor that a failed graph has left spoils every later graph
     def made(self, learn): return None # the optimizer's step in a traced step
+    def _complete(self, learn, plan): return plan # what else is to be known of a traced step before it is run
     def numbers(self, learn): return [] # tensors with the numbers of a traced step; None where it has none that are known
 
     def _begin(self, learn):
@@ -191,7 +193,7 @@ class StepTracing(StepReasons):
         if why := self._why_no_program(learn, left, (outs, own, *own.values())): return self._refuse(None if begins else why)
         try: program = learn.dl.sync(lambda: self.capture.program(outs, self.numbers(learn)))
         except ValueError: return False # the compiler refuses it, and says so again
-        self._note(replace(StepPlan.of(program, given, left), made=self.made(learn)), changed)
+        self._note(self._complete(learn, replace(StepPlan.of(program, given, left), made=self.made(learn))), changed)
         parts.fill(left, learn.dl.sync(lambda: self.capture.finish(program)), [o.t for o in given])
         leave_loss(learn)
         return True

@@ -44,6 +44,7 @@ class BatchEnds(OnDevice):
     "What the end of a batch adds: metrics to its graph, and once a line on what was compiled for the first two; and what can be done there"
     def beside(self, f):
         "What `f()` returns, which may validate; the phase that is under way then goes on as if nothing had been"
+        self.replay.settle()
         own = dict(vars(self))
         vars(self).update(queue=type(self.queue)(self.queue.every), loans=Loans(), replay=StepReplay(False), renewal=Renewal(), check=None, fed=[], _dls=None)
         try: return StepTracer(self.device).beside(f)
@@ -70,6 +71,9 @@ class BatchEnds(OnDevice):
         if not replay.ran: self._end_graph()
         replay.cut(self.learn)
 
+    def after_cancel_train(self): self.replay.settle()
+    after_cancel_epoch = after_cancel_fit = after_train = after_cancel_train
+
     def _tell(self):
         "Say once what was compiled for the first two batches"
         if self._told or self.learn.logger is noop or world_size()>1: return
@@ -79,7 +83,7 @@ class BatchEnds(OnDevice):
 # %% ../../nbs/490_train.trainer.ipynb #trainer
 class TPUTrainer(BatchEnds):
     "Train an unmodified `Learner` on one XLA device"
-    replayable,traced = True,None # `traced`: why no step is run again, in words
+    replayable,reads_weights,traced = True,False,None # `traced`: why no step is run again, in words
     def before_fit(self):
         assert defaults.use_cuda is not False, ("`default_device(False)` makes fastai put every batch on the CPU: "
             "call `default_device(-1)` or `learn.detach_tpu()`.")
@@ -114,6 +118,7 @@ class TPUTrainer(BatchEnds):
     def before_batch(self):
         super().before_batch()
         learn = self.learn
+        if self.training: self.replay.look_for_readers(learn)
         if not self.at_home and learn.dl.n_real is not None and mixes_samples(learn.model): learn.xb,learn.yb = learn.dl.trim((learn.xb, learn.yb))
         if self.check: self.check.listen([learn.xb, learn.yb], learn.dl.changed, learn.dl.placement.tfms)
 
@@ -130,7 +135,7 @@ class TPUTrainer(BatchEnds):
     def after_batch(self):
         if self.at_home: return
         self._cut()
-        self.queue.flush_if_due()
+        if not self.replay.group: self.queue.flush_if_due() # what waits is not computed yet
         if self.training and self.train_iter==1: self._tell()
 
     def after_fit(self):
@@ -162,9 +167,10 @@ def to_tpu(self:Learner,
     strict:bool=False, # Raise at what makes a step slow, once the first are done; see `StrictSteps`
     cache=None, # Folder for compiled graphs, see `use_compile_cache`
     replay:bool=True, # Run steps and batches of validation that are known to be the same again, without tracing them? See `StepReplay`
+    steps_per_execution:int=1, # Training steps that are run as one program, as Keras has it; see `fastai_xla.train.runner`
 ):
     "Train on one TPU core (or XLA's CPU device where there is no TPU) from now on"
-    cb = TPUTrainer(batch_tfms, fetch_every, replay)
+    cb = TPUTrainer(batch_tfms, fetch_every, replay, steps_per_execution)
     check_bool('strict', strict)
     if check_path('cache', cache, none=True): use_compile_cache(cache)
     device = xla_device()
