@@ -5,11 +5,13 @@
     python benchmarks/bench.py --works vit --who 'hand fastai_xla scanned'     # what was tried and did not pay
     python benchmarks/bench.py --works resnet18 --who 'hand fastai_xla seldom'          # what it costs to show each loss
     python benchmarks/bench.py --works 'vit vit24' --who 'hand fastai_xla traced'       # what depth costs
+    python benchmarks/bench.py --works mlp --who 'hand together sharded_together' --steps 120 # what several steps in one program save
     python benchmarks/bench.py --works 'mlp resnet18 vit_tiny' --who 'hand fastai_xla' --tpu v5e-1  # beside what the chip would need
 
 Each contender trains in a process of its own, in turn with the others; a number is the median over the steps of all rounds. Host time
 is the CPU time of the training thread from the end of a step to the end of the next, which another busy process doesn't change as it does wall time. It is
-taken of the steps before the middle of a training, and what XLA does is counted in those after it, as counting takes time and chills the host's caches. All train the same model on the same batches with AdamW on a one-cycle schedule; fastai's and fastai_xla's have a progress
+taken of the steps before the middle of a training, and what XLA does is counted in those after it, as counting takes time and chills the host's caches.
+Where several steps are one program, a number is the mean of as many in a row, so that each has its share of running it. All train the same model on the same batches with AdamW on a one-cycle schedule; fastai's and fastai_xla's have a progress
 bar, a recorder and a metric. On 8 virtual cores each replica has an eighth of the batch, and its numbers are those of one core; all of them
 share one interpreter, which on a TPU each has to itself: `replica` is one in a process of its own, whose program has nobody to reduce with.
 The process has one program for all cores when the parameters are sharded, by hand too; what torch_xla does for the tensors of 8 cores is in both. With `--tpu` the TPU's compiler estimates how long a described chip takes for
@@ -27,11 +29,12 @@ from pathlib import Path
 from fastcore.script import call_parse
 warnings.filterwarnings('ignore')
 
-BS,LR,WARM,CORES = 16,1e-3,6,8
+BS,LR,WARM,CORES,TOGETHER = 16,1e-3,6,8,16
 WORKS = dict(vit='timm ViT, 12 blocks of width 64, 16 px', resnet18='resnet18, 64 px', mlp='MLP of 8 layers')
 MORE = dict(vit24='timm ViT, 24 blocks of width 64, 16 px', vit_tiny='timm ViT-tiny, 12 blocks of width 192, 64 px')
 CONTENDERS = dict(hand='hand-written torch_xla loop, `torch.optim.AdamW`', syncfree='the same with `torch_xla.amp.syncfree.AdamW`', hand_sharded='the same, parameters and batches spread over 8 virtual cores by `mark_sharding`', naive='naive fastai: `model.to`, a callback that syncs',
-                  fastai_xla='fastai_xla, one core', traced='the same with `to_tpu(replay=False)`', distributed='fastai_xla, distributed, 8 virtual cores', replica='one of its replicas, alone in its process', sharded='fastai_xla, sharded, 8 virtual cores', stock='fastai_xla with the optimizer step of fastai', accelerate='accelerate', lightning='Lightning')
+                  fastai_xla='fastai_xla, one core', traced='the same with `to_tpu(replay=False)`', distributed='fastai_xla, distributed, 8 virtual cores', replica='one of its replicas, alone in its process', sharded='fastai_xla, sharded, 8 virtual cores',
+                  together=f'fastai_xla, one core, `to_tpu(steps_per_execution={TOGETHER})`', sharded_together='fastai_xla, sharded, the same', stock='fastai_xla with the optimizer step of fastai', accelerate='accelerate', lightning='Lightning')
 TRIED = dict(scanned='fastai_xla, the blocks of the ViT by `scan_layers`',
              seldom='fastai_xla, one core, by `to_tpu(fetch_every=60)`: each second, the default, is each step where a step takes a second')
 
@@ -56,19 +59,21 @@ def data(work, n):
 
 class Ticks:
     "When the steps before the middle ended, and what had been counted at the end of those after it: counting takes time, and what it chills the next step warms up"
-    def __init__(self, n): self.middle,self.times,self.rows = (n+WARM)//2,[],{}
+    def __init__(self, n, together=1):
+        self.together,self.warm = together,WARM+(2*together if together>1 else 0) # until the program of several is compiled
+        self.middle,self.times,self.rows = (n+self.warm)//2,[],{}
     def __call__(self):
         from fastai_xla.runtime.counts import xla_counts # which replaces nothing
         i = len(self.times)
-        if i==WARM or i>=self.middle: self.rows[i] = xla_counts()
+        if i==self.warm or i>=self.middle: self.rows[i] = xla_counts()
         self.times.append(dict(wall=time.perf_counter(), host=time.thread_time()))
     def result(self, cores=1):
         "Times of each step before the middle, and the means of the counts after it; of one of `cores` that share a process"
         from fastai_xla.monitor.stats import usual_step
         first,*rows = self.rows.values()
         counts = {k: v/cores for k,v in usual_step([b-a for a,b in zip(rows, rows[1:])], 0).items() if k in COUNTS}
-        timed = self.times[WARM+1:self.middle]
-        return dict({k: [1e3*(b[k]-a[k]) for a,b in zip(timed, timed[1:])] for k in ('wall','host')}, **counts, first_compiles=first.compiles, first_seconds=first.compile_seconds)
+        timed = self.times[self.warm+1:self.middle:self.together]
+        return dict({k: [1e3*(b[k]-a[k])/self.together for a,b in zip(timed, timed[1:])] for k in ('wall','host')}, **counts, first_compiles=first.compiles, first_seconds=first.compile_seconds)
 
 def one_cycle(opt, n):
     import torch
@@ -112,7 +117,7 @@ def learner(work, n, cbs, bs=BS):
 def ticker(tick):
     from fastai.basics import Callback
     class Tick(Callback):
-        order,replayable = 2000,True # it counts, and changes nothing
+        order,replayable,reads_weights = 2000,True,False # it counts, and changes nothing
         def after_batch(self):
             if self.training: tick()
     return Tick()
@@ -158,9 +163,9 @@ def run_scanned(work, n, tick):
     learn.to_tpu().fit_one_cycle(1, LR)
     return float(learn.recorder.losses[-1])
 
-def run_sharded(work, n, tick):
+def run_sharded(work, n, tick, **kwargs):
     import fastai_xla.all
-    learn = learner(work, n, [ticker(tick)]).to_tpu_sharded(fsdp=CORES)
+    learn = learner(work, n, [ticker(tick)]).to_tpu_sharded(fsdp=CORES, **kwargs)
     learn.fit_one_cycle(1, LR)
     return float(learn.recorder.losses[-1])
 
@@ -218,13 +223,14 @@ def run_lightning(work, n, tick):
 
 RUNS = dict(hand=run_hand, syncfree=partial(run_hand, syncfree=True), hand_sharded=partial(run_hand, sharded=True), naive=run_naive, fastai_xla=run_fastai_xla, traced=partial(run_fastai_xla, replay=False), distributed=run_distributed, replica=partial(run_distributed, cores=1), sharded=run_sharded,
             stock=partial(run_fastai_xla, stock=True), accelerate=run_accelerate, lightning=run_lightning, scanned=run_scanned,
+            together=partial(run_fastai_xla, steps_per_execution=TOGETHER), sharded_together=partial(run_sharded, steps_per_execution=TOGETHER),
             seldom=partial(run_fastai_xla, fetch_every=60.))
 
 def contend(work, who, n):
     "In a process of its own: train, and print what it cost"
     import torch
     torch.set_num_threads(1)
-    tick = Ticks(n)
+    tick = Ticks(n, TOGETHER if who in ('together','sharded_together') else 1)
     res = RUNS[who](work, n, tick)
     if who in STRANGERS and 'fastai_xla.patches' in sys.modules: raise RuntimeError(f'{who} was trained with the patches of fastai_xla in force')
     print('\nRESULT '+json.dumps(res if isinstance(res, dict) else dict(tick.result(), loss=res)), flush=True)
@@ -234,7 +240,7 @@ def measure(work, who, n):
     from fastai_xla.monitor import read_dump, training_graph
     with tempfile.TemporaryDirectory() as dump:
         env = dict(os.environ, XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump} --xla_dump_hlo_as_text")
-        if who not in ('distributed','sharded'): env['CPU_NUM_DEVICES'] = str(CORES if who=='hand_sharded' else 1)
+        if who not in ('distributed','sharded','sharded_together'): env['CPU_NUM_DEVICES'] = str(CORES if who=='hand_sharded' else 1)
         res = subprocess.run([sys.executable, __file__, '--child', f'{work} {who}', '--steps', str(n)], capture_output=True, text=True, env=env)
         lines = [o for o in res.stdout.splitlines() if o.startswith('RESULT ')]
         if not lines: return print(f'{work} {who} failed: {res.stderr[-600:]}', file=sys.stderr)

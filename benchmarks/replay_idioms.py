@@ -3,6 +3,7 @@
     python benchmarks/replay_idioms.py                                   # every idiom on one core
     python benchmarks/replay_idioms.py --form sharded                    # on a mesh of two cores; `distributed`: on two replicas
     python benchmarks/replay_idioms.py --idioms deque dropout_by_epoch   # some
+    python benchmarks/replay_idioms.py --together 3                      # three steps in one program, and the same up to the last digits
 
 Prints for each how many steps and batches of validation were run again, and else why they were traced. The exit status is 1 if losses, metrics or weights differ anywhere.
 """
@@ -429,24 +430,28 @@ def replica(rank, name, replay):
         barrier()
     return trained(learn.to_tpu_distributed(replay=replay))
 
-FORMS = dict(tpu=lambda name, replay: trained(made(name).to_tpu(replay=replay)),
-    sharded=lambda name, replay: trained(made(name).to_tpu_sharded(fsdp=2, replay=replay)),
+FORMS = dict(tpu=lambda name, **kwargs: trained(made(name).to_tpu(**kwargs)),
+    sharded=lambda name, **kwargs: trained(made(name).to_tpu_sharded(fsdp=2, **kwargs)),
     distributed=lambda name, replay: run_replicas(replica, name, replay, n=2)[0])
 
-def compare(form, name):
+def near(a, b): return a.shape==b.shape and np.allclose(a, b, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+def compare(form, name, together):
     "Is what is trained the same both ways, and what was said of it"
-    (want,_),(got,said) = [FORMS[form](name, replay) for replay in (False,True)]
-    return len(want)==len(got) and all(np.array_equal(a, b, equal_nan=True) for a,b in zip(want, got)), said
+    kwargs,same = (dict(steps_per_execution=together),near) if together>1 else ({},partial(np.array_equal, equal_nan=True))
+    (want,_),(got,said) = FORMS[form](name, replay=False),FORMS[form](name, replay=True, **kwargs)
+    return len(want)==len(got) and all(map(same, want, got)), said
 
 def main():
     p = ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument('--form', choices=FORMS, default='tpu')
     p.add_argument('--idioms', nargs='+', choices=IDIOMS, default=list(IDIOMS))
+    p.add_argument('--together', type=int, default=1, help='steps in one program, not of replicas')
     a = p.parse_args()
     if a.form!='tpu': use_virtual_cores(2)
     ok = True
     for name in a.idioms:
-        same,said = compare(a.form, name)
+        same,said = compare(a.form, name, a.together)
         ok = ok and same
         print(f"{name:26} {'the same' if same else 'DIFFERS'}: {'; '.join(said.splitlines())}", flush=True)
     sys.exit(not ok)

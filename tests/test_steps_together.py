@@ -12,6 +12,7 @@ from fastai.callback.mixup import MixUp
 from fastai.callback.schedule import *
 from fastai.callback.training import GradientAccumulation, GradientClip
 from fresh import run
+from torch.utils.checkpoint import checkpoint
 
 TOGETHER = 4
 
@@ -68,12 +69,28 @@ class Replaces(Callback):
     def after_batch(self):
         if self.train_iter==14: self.learn.ema.n = torch.zeros_like(self.learn.ema.n)
 
+class Remembers(nn.Module):
+    "Adds a mean of the batches before, and a hidden state in a list"
+    def __init__(self): super().__init__(); self.net,self.mean,self.hidden = net(),None,[]
+    def forward(self, x):
+        if self.mean is None: self.mean,self.hidden = torch.zeros_like(x[0]),[torch.zeros_like(x[0])]
+        x = x+.1*self.mean+.1*self.hidden[0]
+        self.mean = .9*self.mean+.1*x.detach().mean(0)
+        self.hidden = [self.hidden[0]+x.detach().amax(0)]
+        return self.net(x)
+
+class Checkpointed(nn.Module):
+    "Draws the same random numbers in its backward pass again"
+    def __init__(self): super().__init__(); self.body,self.head = nn.Sequential(nn.Linear(8, 32), nn.Dropout(.3), nn.GELU()),nn.Linear(32, 3)
+    def forward(self, x): return self.head(checkpoint(self.body, x, use_reentrant=False))
+
 def evals(): return EvalEvery(DataLoader(vectors(24, seed=2), bs=8), 'other', steps=6)
 def ema(): return EMACallback(decay=.9)
 
 CASES = dict(
     adam=({}, fit), sgd=(dict(opt_func=partial(SGD, mom=.9)), fit_until), adamw=(dict(opt_func=partial(OptimWrapper, opt=torch.optim.AdamW)), fit), ranger=(dict(opt_func=ranger), fit),
     clip=(lambda: dict(cbs=GradientClip(.1)), fit), bf16=(lambda: dict(cbs=MixedPrecision(amp_mode=AMPMode.BF16)), fit), mixup=(lambda: dict(cbs=MixUp()), fit), train_metrics=(dict(train_metrics=True), fit),
+    f1=(lambda: dict(train_metrics=True, metrics=[F1Score(average='macro'),accuracy]), fit), memory=(dict(model=Remembers), fit), checkpointed=(dict(model=Checkpointed), fit),
     ema=(lambda: dict(cbs=ema()), fit), other_ema=(lambda: dict(cbs=[ema(),Replaces()]), fit), norms=(lambda: dict(cbs=NormMeter()), fit), groups=({}, freeze_and_thaw), lr_find=({}, lambda l: (l.lr_find(num_it=30, show_plot=False), fit(l))),
     reads=(lambda: dict(cbs=Reads()), fit), saves=(lambda: dict(cbs=Saves()), fit), evals=(lambda: dict(cbs=evals()), fit),
     cancel_batch=(lambda: dict(cbs=Raises(CancelBatchException(), 'before_batch')), fit), cancel_train=(lambda: dict(cbs=Raises(CancelTrainException())), fit),

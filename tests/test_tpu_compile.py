@@ -229,3 +229,11 @@ def test_another_libtpu(monkeypatch):
 def test_bad_arguments():
     with pytest.raises(ValueError, match="no TPU slice 'v7-8'"): learner().compile_for('v7-8')
     with pytest.raises(ValueError, match="`form` can be one of"): learner().compile_for('colab', form='x')
+
+def test_several_steps_in_one_program():
+    "As a loop they cost the chip what single ones do, and no more memory than their batches"
+    res = run(repo/'benchmarks'/'together.py', '--works', 'mlp', '--n', '4')
+    rows = [o.split(' | ') for o in res.stdout.splitlines() if o.startswith('| mlp')]
+    assert [o[1] for o in rows]==['one step','4 steps'], res.stdout+res.stderr
+    (one,mb),(several,mb2) = [[float(o) for o in r[2:4]] for r in rows]
+    assert several<1.3*one and mb2<mb+2, rows

@@ -96,26 +96,25 @@ class ValidReplay(BatchReplay):
 # %% ../../nbs/460_train.replay.ipynb #together
 class StepsTogether(BatchReplay):
     "Knows which training steps may wait to be run as one program"
-    cbs,reader,refused = (),None,False # the callbacks, which of them may look at weights, and whether the compiler has refused such a program
+    cbs,reader,refused = (),None,False # the callbacks, who of them may look at weights, and whether the compiler has refused such a program
     def may_wait(self, plan): return bool(plan.hlo) and not (self.reader or self.refused)
 
     def _complete(self, learn, plan):
         if self.together==1 or self.refused: return plan
-        self.apart = self._why_apart(learn, plan)
+        self.apart = self._why_apart(plan)
         return plan if self.apart else replace(plan, hlo=self.capture.graph())
 
-    def _why_apart(self, learn, plan):
-        "Why steps cannot be run several in one program, in words"
+    def _why_apart(self, plan):
+        "Why steps like that of `plan` cannot be run several in one program, in words"
         if not self.alone: return 'each replica or host decides for itself when steps wait'
         if self.parts.adds: return 'gradients wait for the next batch'
-        return reads_between(learn) or ('a step takes what another has left than the one before' if plan.chain is None else None)
+        if plan.chain is None: return 'a step takes what another has left than the one before'
 
     def look_for_readers(self, learn):
         "Before a batch: has a callback come, or been switched on, that may look at weights?"
         if self.together==1 or (now := [(cb, cb.run) for cb in learn.cbs])==self.cbs: return
         self.settle()
         self.cbs,self.reader = now,reads_between(learn)
-        self.apart = self.reader or self.apart
 
     def let_go(self):
         self.cbs = ()
@@ -125,7 +124,8 @@ class StepsTogether(BatchReplay):
     def said_together(self):
         "What there is to be said of it, in words"
         if self.together==1: return ''
-        return f', each by itself because {self.apart}' if self.apart else f', {self.n_together} of them {self.together} in one program'
+        why = self.reader or self.apart
+        return f', each by itself because {why}' if why else f', {self.n_together} of them {self.together} in one program'
 
 def n_loops(
     learn, # A Learner
@@ -145,7 +145,7 @@ class StepReplay(StepsTogether):
         super().__init__(on, confirm, check_every)
         self.together,self.valid = check_int('steps_per_execution', steps_per_execution, at_least=1),ValidReplay(on, confirm, check_every)
     def __reduce__(self): return type(self),(self.on,self.confirm,self.check_every,self.together),self._kept()
-    def _kept(self): return dict(super()._kept(), n_together=self.n_together, apart=self.apart, valid=self.valid)
+    def _kept(self): return dict(super()._kept(), n_together=self.n_together, apart=self.reader or self.apart, valid=self.valid)
     def __repr__(self): return super().__repr__()+self.said_together+(f'\n{self.valid}' if self.valid.n_replayed+self.valid.n_traced else '')
     def takes(self, learn): return len(learn.yb)>0 and learn.dl.is_even(learn.iter)
     def numbers(self, learn): return [sent_numbers(learn.opt)] if self.steps else []

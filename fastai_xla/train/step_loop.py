@@ -47,7 +47,8 @@ def loop_computation(
     from torch_xla.core import xla_builder as xb
     step,n_state = xb.computation_from_module_proto('step', hlo),len(program.written)
     def made(get):
-        res = xb.Op.call(step, [get(s) for s in program.sources])
+        found = {s: get(s) for s in dict.fromkeys(program.sources)} # the seed may be several inputs
+        res = xb.Op.call(step, [found[s] for s in program.sources])
         return [res.get_tuple_element(i) for i in range(n_state+program.n_out)]
     where,probe,builder = {o: i for i,o in enumerate(args.names)},xb.create_builder('probe'),xb.create_builder('steps')
     def one(builder, s):
