@@ -5,7 +5,7 @@
     python benchmarks/bench.py --works vit --who 'hand fastai_xla scanned'     # what was tried and did not pay
     python benchmarks/bench.py --works resnet18 --who 'hand fastai_xla seldom'          # what it costs to show each loss
     python benchmarks/bench.py --works 'vit vit24' --who 'hand fastai_xla traced'       # what depth costs
-    python benchmarks/bench.py --works mlp --who 'hand together sharded_together' --steps 120 # what several steps in one program save
+    python benchmarks/bench.py --works mlp --who 'hand together sharded_together' # what several steps in one program save
     python benchmarks/bench.py --works 'mlp resnet18 vit_tiny' --who 'hand fastai_xla' --tpu v5e-1  # beside what the chip would need
 
 Each contender trains in a process of its own, in turn with the others; a number is the median over the steps of all rounds. Host time
@@ -230,7 +230,9 @@ def contend(work, who, n):
     "In a process of its own: train, and print what it cost"
     import torch
     torch.set_num_threads(1)
-    tick = Ticks(n, TOGETHER if who in ('together','sharded_together') else 1)
+    several = who in ('together','sharded_together')
+    if several: n = max(n, 7*TOGETHER) # of which two programs are timed
+    tick = Ticks(n, TOGETHER if several else 1)
     res = RUNS[who](work, n, tick)
     if who in STRANGERS and 'fastai_xla.patches' in sys.modules: raise RuntimeError(f'{who} was trained with the patches of fastai_xla in force')
     print('\nRESULT '+json.dumps(res if isinstance(res, dict) else dict(tick.result(), loss=res)), flush=True)
