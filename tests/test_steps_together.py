@@ -51,14 +51,14 @@ class Raises(Callback):
     order,run_valid,replayable,reads_weights = 60,False,True,False
     def __init__(self, exc, event='after_batch'): self.exc,self.event = exc,event
     def before_batch(self): self.act('before_batch', 13)
-    def after_batch(self): self.act('after_batch', 14)
+    def after_batch(self): self.act('after_batch', 13)
     def act(self, event, i):
         if event==self.event and self.train_iter==i: raise self.exc
 
 class Saves(Callback):
     order,run_valid,replayable,reads_weights = 60,False,True,False
     def after_batch(self):
-        if self.train_iter!=14: return
+        if self.train_iter!=13: return
         with tempfile.TemporaryDirectory() as d:
             self.learn.save(Path(d)/'m', with_opt=False)
             self.seen = torch.load(Path(d)/'m.pth')
@@ -67,7 +67,7 @@ class Replaces(Callback):
     "Puts another count in place of that of the averages"
     order,run_valid,replayable,reads_weights = 60,False,True,False
     def after_batch(self):
-        if self.train_iter==14: self.learn.ema.n = torch.zeros_like(self.learn.ema.n)
+        if self.train_iter==13: self.learn.ema.n = torch.zeros_like(self.learn.ema.n)
 
 class Remembers(nn.Module):
     "Adds a mean of the batches before, and a hidden state in a list"
@@ -189,7 +189,7 @@ def test_a_reader_that_comes():
 class Validates(Callback):
     order,run_valid,replayable,reads_weights = 60,False,True,False
     def after_batch(self):
-        if self.train_iter==14: self.seen = validate_beside(self.learn, self.dls.valid)
+        if self.train_iter==13: self.seen = validate_beside(self.learn, self.dls.valid)
 
 def test_validation_between():
     def losses(n):
@@ -221,6 +221,20 @@ def test_a_step_that_fails():
     learn = learner(cbs=Breaks()).to_tpu(steps_per_execution=TOGETHER)
     with learn.no_bar(),learn.no_logging(),pytest.raises(RuntimeError, match='equal size'): learn.fit(1, 1e-2)
     assert learn.breaks.loss_before.isnan() and len(learn.recorder.losses)==13 and not np.isnan(float(learn.recorder.losses[9]))
+
+@pytest.mark.filterwarnings('error::pytest.PytestUnraisableExceptionWarning')
+def test_all_is_let_go():
+    "As after a graph that failed: the error is the user's, and steps that waited were never run"
+    class LetsGo(Callback):
+        order,run_valid,replayable,reads_weights = 60,False,True,False
+        def after_batch(self):
+            if self.train_iter!=12: return
+            self.loss_before = self.learn.loss
+            self.learn.replay.let_go()
+            raise ValueError('mine')
+    learn = learner(cbs=LetsGo()).to_tpu(steps_per_execution=TOGETHER)
+    with learn.no_bar(),learn.no_logging(),pytest.raises(ValueError, match='mine'): learn.fit(1, 1e-2)
+    assert learn.lets_go.loss_before.isnan()
 
 def test_errors():
     for v in (0, 1.5, '2', None):

@@ -123,6 +123,10 @@ class StepWaiting(StepTracing):
         self.settle()
         super()._begin(learn)
 
+    def let_go(self):
+        with self._ended(): pass # what waits can no longer be run
+        super().let_go()
+
     def settle(self):
         "Run the steps that wait, as is done before anybody looks at the weights"
         with self._ended() as group:
