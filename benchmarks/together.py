@@ -17,7 +17,7 @@ def graphs(work, n):
     import torch_xla
     import fastai_xla.all
     from fastai_xla.runtime.device import make_programs_for
-    from fastai_xla.train import step_loop
+    from fastai_xla.train import replay, step_loop
     got = {}
     class Capture(step_loop.LoopCapture):
         def loop(self, program, hlo, *args):
@@ -27,7 +27,7 @@ def graphs(work, n):
                 raise Written
             step_loop.compiled_graph = noted
             super().loop(program, hlo, *args)
-    sys.modules['fastai_xla.train.replay'].LoopCapture = Capture
+    replay.LoopCapture = Capture
     make_programs_for('TPU')
     learn = learner(work, n+6, []).to_tpu(steps_per_execution=n)
     try:

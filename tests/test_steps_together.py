@@ -1,5 +1,5 @@
 """`steps_per_execution`: several steps as one program come to what single ones come to, wherever somebody looks, ends or interrupts; `python test_steps_together.py <case> ...` tries cases over two cores."""
-import json, os, sys
+import os, sys
 from pathlib import Path
 if __name__=='__main__':
     os.environ['CPU_NUM_DEVICES'] = '2'
@@ -210,31 +210,35 @@ def test_a_loop_that_is_refused(monkeypatch):
     replay = check('adam')
     assert replay.n_together==0 and 'each by itself because the compiler refuses so many in one program' in repr(replay)
 
+class AtTwelve(Callback):
+    "Keeps the loss of a step that waits, and acts"
+    order,run_valid,replayable,reads_weights = 60,False,True,False
+    def __init__(self, act): self.act = act
+    def after_batch(self):
+        if self.train_iter!=12: return
+        self.loss_before = self.learn.loss
+        self.act(self.learn)
+
+def lost(act, exc, match):
+    "A Learner whose steps that wait at the twelfth batch are lost by `act`"
+    learn = learner(cbs=AtTwelve(act)).to_tpu(steps_per_execution=TOGETHER)
+    with learn.no_bar(),learn.no_logging(),pytest.raises(exc, match=match): learn.fit(1, 1e-2)
+    assert learn.at_twelve.loss_before.isnan()
+    return learn
+
 def test_a_step_that_fails():
     "The error is the step's own, and what the steps that waited owe is not a number"
-    class Breaks(Callback):
-        order,run_valid,replayable,reads_weights = 60,False,True,False
-        def after_batch(self):
-            if self.train_iter!=12: return
-            self.loss_before = self.learn.loss
-            self.learn.replay.group.steps[0].numbers[0] = torch.zeros(3)
-    learn = learner(cbs=Breaks()).to_tpu(steps_per_execution=TOGETHER)
-    with learn.no_bar(),learn.no_logging(),pytest.raises(RuntimeError, match='equal size'): learn.fit(1, 1e-2)
-    assert learn.breaks.loss_before.isnan() and len(learn.recorder.losses)==13 and not np.isnan(float(learn.recorder.losses[9]))
+    def breaks(learn): learn.replay.group.steps[0].numbers[0] = torch.zeros(3)
+    learn = lost(breaks, RuntimeError, 'equal size')
+    assert len(learn.recorder.losses)==13 and not np.isnan(float(learn.recorder.losses[9]))
 
 @pytest.mark.filterwarnings('error::pytest.PytestUnraisableExceptionWarning')
 def test_all_is_let_go():
     "As after a graph that failed: the error is the user's, and steps that waited were never run"
-    class LetsGo(Callback):
-        order,run_valid,replayable,reads_weights = 60,False,True,False
-        def after_batch(self):
-            if self.train_iter!=12: return
-            self.loss_before = self.learn.loss
-            self.learn.replay.let_go()
-            raise ValueError('mine')
-    learn = learner(cbs=LetsGo()).to_tpu(steps_per_execution=TOGETHER)
-    with learn.no_bar(),learn.no_logging(),pytest.raises(ValueError, match='mine'): learn.fit(1, 1e-2)
-    assert learn.lets_go.loss_before.isnan()
+    def lets_go(learn):
+        learn.replay.let_go()
+        raise ValueError('mine')
+    lost(lets_go, ValueError, 'mine')
 
 def test_errors():
     for v in (0, 1.5, '2', None):

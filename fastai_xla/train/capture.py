@@ -8,7 +8,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/train.capture.html.md"""
 __all__ = ['StepProgram', 'ProgramInputs', 'StepTracer', 'StepCapture', 'shape_of', 'StepGiven', 'StepLeft', 'StepPlan']
 
 # %% ../../nbs/440_train.capture.ipynb #imports
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from itertools import accumulate, chain, repeat
 from operator import itemgetter
@@ -191,7 +191,8 @@ class StepLeft(NamedTuple):
 
 def _chain(places, left):
     "By number, what a step takes of what the one before has made, which is in the same place; None if it takes something else from there"
-    at = [(i, left[p][places[:i].count(p)] if places.count(p)==len(left[p]) else None) for i,p in enumerate(places) if p in left and p[0]!='learn']
+    sources,sizes = {p: iter(o) for p,o in left.items()},Counter(places)
+    at = [(i, next(sources[p]) if sizes[p]==len(left[p]) else None) for i,p in enumerate(places) if p in left and p[0]!='learn']
     return {i: s[1] for i,s in at if s[0]=='out'} if all(s and (s[0]=='out' or s==('given',i)) for i,s in at) else None
 
 @dataclass

@@ -71,8 +71,8 @@ class BatchReplay(PlanRunner):
     def cut(self, learn):
         "The end of a batch: run what it has left; what callbacks leave of one that was run again waits for the next, if there is one"
         self.watch.stop()
-        if learn.iter+1>=learn.n_iter: self.settle()
-        if self.ran and (learn.iter+1>=learn.n_iter or self.wait==1): self.capture.rest(learn.dl.sync)
+        if last := learn.iter+1>=learn.n_iter: self.settle()
+        if self.ran and (last or self.wait==1): self.capture.rest(learn.dl.sync)
         closed = self.ran or (None if self.open is None else bool(self._close(learn)))
         if not closed: learn.dl.sync()
         if self.open is not None or not (self.alone or self.why): self._agree(closed)
@@ -96,7 +96,7 @@ class ValidReplay(BatchReplay):
 # %% ../../nbs/460_train.replay.ipynb #together
 class StepsTogether(BatchReplay):
     "Knows which training steps may wait to be run as one program"
-    cbs,reader,refused = (),None,False # the callbacks, who of them may look at weights, and whether the compiler has refused such a program
+    cbs,reader = (),None # the callbacks, and who of them may look at weights
     def may_wait(self, plan): return bool(plan.hlo) and not (self.reader or self.refused)
 
     def _complete(self, learn, plan):
@@ -127,11 +127,13 @@ class StepsTogether(BatchReplay):
         why = self.reader or self.apart
         return f', each by itself because {why}' if why else f', {self.n_together} of them {self.together} in one program'
 
+def _replays(learn): return [vars(cb)['replay'] for cb in learn.cbs if 'replay' in vars(cb)]
+
 def n_loops(
     learn, # A Learner
 ):
     "How many programs of several steps were compiled for `learn`, each once"
-    return sum(vars(cb)['replay'].n_loops for cb in learn.cbs if 'replay' in vars(cb))
+    return sum(o.n_loops for o in _replays(learn))
 
 # %% ../../nbs/460_train.replay.ipynb #replay
 class StepReplay(StepsTogether):
@@ -163,7 +165,6 @@ class StepReplay(StepsTogether):
         super()._begin(learn)
         self.steps = self.parts.steps()
 
-
     def count(self, learn, plan):
         self.steps = self.parts.steps()
         if self.steps and (numbers := count_step(learn.opt, plan.made, sends=not self.may_wait(plan))) is None: return
@@ -188,6 +189,5 @@ class StepReplay(StepsTogether):
 @patch(as_prop=True)
 def replay(self:Learner):
     "How many training steps and batches of validation were run again without tracing, and why others were not"
-    found = [vars(cb)['replay'] for cb in self.cbs if 'replay' in vars(cb)]
-    if found: return found[0]
+    if found := _replays(self): return found[0]
     raise RuntimeError("This Learner trains without a TPU, or in other processes: call `learn.to_tpu()` first.")

@@ -115,7 +115,7 @@ class WaitingSteps:
 # %% ../../nbs/458_train.runner.ipynb #plan-runner
 class StepWaiting(StepTracing):
     "Has steps wait until they are run"
-    together,group,apart = 1,None,None # steps to be run as one program, those that wait, why none may
+    together,group,apart,refused = 1,None,None,False # steps to be run as one program, those that wait, why none may, has the compiler refused it?
     n_together = n_loops = 0 # steps that were run so, and programs made for it
     def may_wait(self, plan): return False # may steps of `plan` wait for others to be run with?
 
