@@ -22,6 +22,7 @@ from .patches.recompute import *
 from .patches.spmd import *
 from .patches.spawn import *
 from .patches.text import *
+from .patches.as_torch import *
 from .patches.by_parts import *
 from .patches.recurrent import *
 from .data.rng import *

@@ -61,9 +61,10 @@ def is_ours(o):
     return str(getattr(o, '__module__', '')).split('.')[0]=='fastai_xla'
 
 def is_addition(owner, name, v0, v1):
-    "Is this a name that was not there before: a method that the package gives to Learner, or a module that has been imported meanwhile?"
+    "Is this a name that was not there before: a method that the package gives to Learner, a module that has been imported meanwhile, or what `warnings` notes?"
     from fastai.learner import Learner
     if v0 is not missing: return False
+    if name.endswith('.__warningregistry__'): return True
     return owner is Learner and name.split('.')[-1] in {o.name for o in patched(house)} and is_ours(v1) or isinstance(v1, ModuleType)
 
 def told(diffs): return '\n'.join(f'{name}: {str(v0)[:90]} -> {str(v1)[:90]}' for _,name,v0,v1 in diffs)

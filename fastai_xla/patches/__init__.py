@@ -12,5 +12,6 @@ from .recompute import *
 from .spmd import *
 from .spawn import *
 from .text import *
+from .as_torch import *
 from .by_parts import *
 from .recurrent import *

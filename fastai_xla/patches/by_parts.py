@@ -8,34 +8,37 @@ Docs: https://fastai-xla.github.io/fastai_xla/patches.by_parts.html.md"""
 __all__ = []
 
 # %% ../../nbs/185_patches.by_parts.ipynb #imports
-import torch
+import torch, warnings
 from .registry import keep_patch, Patch
+from .as_torch import as_torch, decomposed, whole
 
 # %% ../../nbs/185_patches.by_parts.ipynb #by-parts
 _aten = torch.ops.aten
 _ops = [_aten.im2col.default, _aten.col2im.default, _aten.huber_loss.default, _aten.huber_loss_backward.default, _aten.glu_backward.default,
-    _aten.channel_shuffle.default, _aten.bucketize.Tensor, _aten.linalg_cross.default]
-_of_parts = [_aten.upsample_linear1d.default, _aten.upsample_nearest1d.default, _aten.upsample_bicubic2d.default]
+    _aten.channel_shuffle.default, _aten.bucketize.Tensor, _aten.linalg_cross.default, _aten.renorm.default, _aten.nansum.default,
+    _aten.sinc.default, _aten.logit_backward.default, _aten.heaviside.default]
+_of_parts = [_aten.upsample_linear1d.default, _aten.upsample_nearest1d.default, _aten.upsample_bicubic2d.default, _aten.upsample_nearest3d.default,
+    _aten._upsample_nearest_exact1d.default, _aten._upsample_nearest_exact2d.default, _aten._upsample_nearest_exact3d.default,
+    _aten.multi_margin_loss.default, _aten.logaddexp.default, _aten.complex.default, _aten.polar.default]
+_gradients_of_parts = [_aten.upsample_trilinear3d.default] # whose parts torch_xla knows, but not where autograd looks
 
-def _decomposed(op):
-    def by_parts(*args, **kwargs):
-        from torch._decomp import decomposition_table # not above: it imports a second of torch
-        return decomposition_table[op](*args, **kwargs)
-    return by_parts
-
-class _ByParts(Patch):
-    "`new` of `owner`, its operators on XLA by name, as a library of torch's"
+class _Kernels(Patch):
+    "`new` of `owner`, kernels of its operators by dispatch key, as a library of torch's"
     def apply(self):
         self.wanted = True
         if self.in_force: return
         self.library = torch.library.Library('aten', 'IMPL')
-        for op,keys in self.new.items():
-            for key in keys: self.library.impl(op.name(), _decomposed(op), key)
+        with warnings.catch_warnings():
+            warnings.filterwarnings('ignore', 'Warning only once for all operators') # that a kernel of torch_xla's is replaced
+            for op,kernels in self.new.items():
+                for key,kernel in kernels.items(): self.library.impl(op.name(), kernel, key, with_keyset=True)
         self.in_force = True
 
     def undo(self):
         if self.in_force: self.library._destroy()
         self.in_force = False
 
-keep_patch(_ByParts(torch.ops, 'aten', {**{o: ['XLA'] for o in _ops}, **{o: ['XLA','AutogradXLA'] for o in _of_parts}},
-    'operators ran on the host, which read the device in the middle of each step', 'torch_xla 2.8-2.9'))
+def _at(ops, *keys): return {o: dict.fromkeys(keys, whole(decomposed(o))) for o in ops}
+
+keep_patch(_Kernels(torch.ops, 'aten', {**_at(_ops, 'XLA'), **_at(_of_parts, 'XLA', 'AutogradXLA'), **_at(_gradients_of_parts, 'AutogradXLA'), **as_torch},
+    'operators ran on the host, which read the device in the middle of each step, or computed something else than torch', 'torch_xla 2.8-2.9, pytorch/xla 8897'))
