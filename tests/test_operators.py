@@ -233,7 +233,6 @@ ON_HOST = dict( # what no form is known for, by case
     cdist='aten::_cdist_backward',
     avgceil='aten::avg_pool2d_backward',
     adaptive_max_pool='aten::adaptive_max_pool2d aten::adaptive_max_pool2d_backward',
-    interpolate='aten::upsample_nearest2d_backward',
     gridsample='aten::grid_sampler_2d aten::grid_sampler_2d_backward',
     windows='aten::unfold_backward aten::unfold_copy',
     median='aten::median.dim_values',

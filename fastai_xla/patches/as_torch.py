@@ -43,25 +43,45 @@ def partly(
     return kernel
 
 # %% ../../nbs/183_patches.as_torch.ipynb #resize
-def _source(n, m, align_corners, scale, device):
-    "Where among `n` pixels the `m` look at that `n` are resized to"
+def _source(n, m, scale, device, align_corners):
+    "Where among `n` pixels the `m` look at that they are resized to"
     i = torch.arange(m, device=device)
-    if align_corners: return i*((n-1)/max(m-1, 1))
-    return ((i+.5)*(1/scale if scale else n/m)-.5).clamp(0, n-1)
+    return i*((n-1)/max(m-1, 1)) if align_corners else (i+.5)*(1/scale if scale else n/m)-.5
 
-def _bilinear(x, size, align_corners, *scales):
-    if not x.is_floating_point(): return decomposed(_aten.upsample_bilinear2d.default)(x, size, align_corners, *scales)
-    res = x if x.dtype==torch.float64 else x.float()
-    for dim,m,scale in zip((-2,-1), size, scales or (None,None)):
-        n = x.shape[dim]
-        p = _source(n, m, align_corners, scale, x.device)
-        first = p.floor().clamp(max=max(n-2, 0))
-        res = _weighted(res, torch.stack([first, (first+1).clamp(max=n-1)]).long(), torch.stack([1-(p-first), p-first]), dim)
-    return res.to(x.dtype)
+def _linear(n, *args):
+    p = _source(n, *args).clamp(0, n-1)
+    first = p.floor().clamp(max=max(n-2, 0))
+    return torch.stack([first, (first+1).clamp(max=n-1)]).long(),torch.stack([1-(p-first), p-first])
 
-def _nearest(stock, x, size, *scales):
-    if all(s is None or s==m/n for n,m,s in zip(x.shape[-2:], size, scales)): return stock(x, size, *scales)
-    return decomposed(_aten.upsample_nearest2d.default)(x, size, *scales)
+def _cubic(n, *args, a=-.75):
+    p = _source(n, *args)
+    first = p.floor()
+    def near(d): return ((a+2)*d-(a+3))*d*d+1
+    def far(d): return ((a*d-5*a)*d+8*a)*d-4*a
+    at,t = torch.stack([first+j for j in range(-1, 3)]).clamp(0, n-1).long(),p-first
+    return at,torch.stack([far(t+1), near(t), near(1-t), far(2-t)])
+
+def _nearest(n, m, scale, device, offset=0):
+    at = ((torch.arange(m, device=device)+offset)*(1/scale if scale else n/m)).floor().clamp(max=n-1)
+    return at.long()[None],torch.ones(1, m, device=device)
+
+def _is_repeated(taps, n, m, scale): return taps not in (_linear,_cubic) and m%n==0 and scale in (None,m/n)
+
+def _along(x, dim, at, share):
+    "As `_weighted`, also for `dim` -3"
+    if dim>-3: return _weighted(x, at, share, dim)
+    return _weighted(x.flatten(-2), at, share, -2).unflatten(-1, x.shape[-2:])
+
+def _resized(op, taps, n_flags=0):
+    "A form of `op`, whose arguments are an image, its size, `n_flags` flags and scales, by `taps`: the places of pixels, and the share of each"
+    def form(x, size, *args):
+        if not x.is_floating_point(): return decomposed(op)(x, size, *args)
+        res,flags,scales = x if x.dtype==torch.float64 else x.float(),args[:n_flags],args[n_flags:] or [None]*len(size)
+        for i,(n,m,scale) in enumerate(zip(x.shape[2:], size, scales)):
+            dim = i-len(size)
+            res = res.repeat_interleave(m//n, dim) if _is_repeated(taps, n, m, scale) else _along(res, dim, *taps(n, m, scale, x.device, *flags))
+        return res.to(x.dtype)
+    return form
 
 def _mean_of_areas(stock, x, size):
     if all(n%m==0 for n,m in zip(x.shape[-2:], size)): return stock(x, size)
@@ -112,6 +132,11 @@ _whole = {**{o: decomposed(o) for o in (_aten.elu_backward.default, _aten.celu.d
     _aten.count_nonzero.default: _count, _aten.count_nonzero.dim_IntList: _count}
 _partly = {_aten.cumsum.default: _cumulated, _aten.cumprod.default: _cumulated, _aten.where.self: _chosen, _aten.clamp.default: _clamped,
     _aten.clamp_min.default: _clamped, _aten.clamp_max.default: _clamped, _aten.avg_pool2d.default: partial(_mean_pool, 2),
-    _aten.avg_pool3d.default: partial(_mean_pool, 3), _aten.upsample_nearest2d.default: _nearest, _aten._adaptive_avg_pool2d.default: _mean_of_areas}
+    _aten.avg_pool3d.default: partial(_mean_pool, 3), _aten._adaptive_avg_pool2d.default: _mean_of_areas}
+_sizes = {**{o: (_linear,1) for o in (_aten.upsample_linear1d.default, _aten.upsample_bilinear2d.default, _aten.upsample_trilinear3d.default)},
+    **{o: (_nearest,) for o in (_aten.upsample_nearest1d.default, _aten.upsample_nearest2d.default, _aten.upsample_nearest3d.default)},
+    **{o: (partial(_nearest, offset=.5),) for o in (_aten._upsample_nearest_exact1d.default, _aten._upsample_nearest_exact2d.default,
+        _aten._upsample_nearest_exact3d.default)}, _aten.upsample_bicubic2d.default: (_cubic,1)}
 as_torch = {**{o: dict(XLA=whole(f)) for o,f in _whole.items()}, **{o: dict(AutogradXLA=partly(o, f)) for o,f in _partly.items()},
-    _aten.upsample_bilinear2d.default: dict(XLA=whole(_bilinear), AutogradXLA=whole(_bilinear))} # {operator: {dispatch key: kernel}}
+    **{o: dict.fromkeys(('XLA','AutogradXLA'), whole(_resized(o, *args))) for o,args in _sizes.items()}} # {operator: {dispatch key: kernel}}
+del as_torch[_aten.upsample_trilinear3d.default]['XLA'] # torch_xla has put a kernel of Python there, of which torch allows one

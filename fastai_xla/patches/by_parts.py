@@ -16,11 +16,8 @@ from .as_torch import as_torch, decomposed, whole
 _aten = torch.ops.aten
 _ops = [_aten.im2col.default, _aten.col2im.default, _aten.huber_loss.default, _aten.huber_loss_backward.default, _aten.glu_backward.default,
     _aten.channel_shuffle.default, _aten.bucketize.Tensor, _aten.linalg_cross.default, _aten.renorm.default, _aten.nansum.default,
-    _aten.sinc.default, _aten.logit_backward.default, _aten.heaviside.default]
-_of_parts = [_aten.upsample_linear1d.default, _aten.upsample_nearest1d.default, _aten.upsample_bicubic2d.default, _aten.upsample_nearest3d.default,
-    _aten._upsample_nearest_exact1d.default, _aten._upsample_nearest_exact2d.default, _aten._upsample_nearest_exact3d.default,
-    _aten.multi_margin_loss.default, _aten.logaddexp.default, _aten.complex.default, _aten.polar.default]
-_gradients_of_parts = [_aten.upsample_trilinear3d.default] # whose parts torch_xla knows, but not where autograd looks
+    _aten.sinc.default, _aten.logit_backward.default, _aten.heaviside.default, _aten.vdot.default]
+_of_parts = [_aten.multi_margin_loss.default, _aten.logaddexp.default, _aten._weight_norm_interface.default, _aten.complex.default, _aten.polar.default]
 
 class _Kernels(Patch):
     "`new` of `owner`, kernels of its operators by dispatch key, as a library of torch's"
@@ -40,5 +37,6 @@ class _Kernels(Patch):
 
 def _at(ops, *keys): return {o: dict.fromkeys(keys, whole(decomposed(o))) for o in ops}
 
-keep_patch(_Kernels(torch.ops, 'aten', {**_at(_ops, 'XLA'), **_at(_of_parts, 'XLA', 'AutogradXLA'), **_at(_gradients_of_parts, 'AutogradXLA'), **as_torch},
-    'operators ran on the host, which read the device in the middle of each step, or computed something else than torch', 'torch_xla 2.8-2.9, pytorch/xla 8897'))
+keep_patch(_Kernels(torch.ops, 'aten', {**_at(_ops, 'XLA'), **_at(_of_parts, 'XLA', 'AutogradXLA'), **as_torch},
+    'operators ran on the host, which read the device in the middle of each step, or computed something else than torch',
+    'torch_xla 2.8-2.9, pytorch/xla 8897'))
