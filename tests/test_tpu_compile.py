@@ -237,3 +237,11 @@ def test_several_steps_in_one_program():
     assert [o[1] for o in rows]==['one step','4 steps'], res.stdout+res.stderr
     (one,mb),(several,mb2) = [[float(o) for o in r[2:4]] for r in rows]
     assert several<1.3*one and mb2<mb+2, rows
+
+def test_resized_by_products():
+    "A small part of what it takes to pick pixels by their places"
+    res = run(repo/'benchmarks'/'resize.py', '--shape', '2 4 16 16', '--size', '48 40', '--modes', 'bilinear')
+    rows = [o.split(' | ') for o in res.stdout.splitlines() if o.startswith('| bilinear')]
+    assert [o[1] for o in rows]==['products','decomposition'], res.stdout+res.stderr
+    products,places = [float(o[2]) for o in rows]
+    assert 5*products<places, rows
