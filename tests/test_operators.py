@@ -216,6 +216,8 @@ VOLUMES = dict(
 )
 
 MATRIX = dict(
+    spectrum=of(lambda x,a: a(x).abs(), torch.fft.rfft, torch.fft.fft2, lambda x: torch.complex(x, x*2), lambda x: torch.complex(x*0, x*0),
+        lambda x: torch.stft(x, 4, 2, window=torch.hann_window(4, device=x.device), return_complex=True)),
     addmm=of(lambda x,a: torch.addmm(x @ x.T, x, x.T, beta=a, alpha=a * 2), 0.5, 2.0),
     cross_entropy=of(lambda x,a: F.cross_entropy(x, at(x, [0, 1, 2, 1]), label_smoothing=a), 0.0, 0.1, 0.4),
     cross_entropy_reduction=of(lambda x,a: F.cross_entropy(x, at(x, [0, 1, 2, 1]), reduction=a), 'mean', 'sum', 'none'),
@@ -229,6 +231,7 @@ MATRIX = dict(
     multimarginm=of(lambda x,a: F.multi_margin_loss(x, at(x, [0, 1, 2, 1]), margin=a), 1.0, 2.0),
 )
 ON_HOST = dict( # what no form is known for, by case
+    spectrum='aten::_fft_c2c aten::_fft_r2c',
     gnll='aten::_local_scalar_dense',
     cdist='aten::_cdist_backward',
     avgceil='aten::avg_pool2d_backward',

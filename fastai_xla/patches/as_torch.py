@@ -103,6 +103,11 @@ def _count(x, dim=()): return (x!=0).sum(dim)
 
 def _is_whole(x): return not (x.is_floating_point() or x.is_complex())
 
+def _absolute(stock, x):
+    if not x.is_complex(): return stock(x)
+    squared = torch.view_as_real(x).square().sum(-1)
+    return torch.where(squared>0, torch.where(squared>0, squared, 1.).sqrt(), 0.) # the gradient of 0 is 0
+
 def _cumulated(stock, x, dim, *, dtype=None): return stock(x.long() if dtype is None and _is_whole(x) else x, dim, dtype=dtype)
 
 def _chosen(stock, which, a, b):
@@ -126,17 +131,25 @@ def _mean_pool(n_dims, stock, x, kernel, stride=(), padding=(0,), ceil_mode=Fals
     return stock(F.pad(x, [*chain.from_iterable(reversed(edges))]), kernel, stride)*(prod(kernel)/divisor_override)
 
 # %% ../../nbs/183_patches.as_torch.ipynb #forms
-_whole = {**{o: decomposed(o) for o in (_aten.elu_backward.default, _aten.celu.default, _aten.pixel_shuffle.default, _aten.pixel_unshuffle.default)},
-    **{o: _norm for o in (_aten.norm.Scalar, _aten.norm.ScalarOpt_dim, _aten.norm.ScalarOpt_dtype, _aten.norm.ScalarOpt_dim_dtype)},
-    **{o: _shifted for o in (_aten.__rshift__.Scalar, _aten.__rshift__.Tensor, _aten.bitwise_right_shift.Tensor)}, _aten.dist.default: _distance,
-    _aten.count_nonzero.default: _count, _aten.count_nonzero.dim_IntList: _count}
-_partly = {_aten.cumsum.default: _cumulated, _aten.cumprod.default: _cumulated, _aten.where.self: _chosen, _aten.clamp.default: _clamped,
-    _aten.clamp_min.default: _clamped, _aten.clamp_max.default: _clamped, _aten.avg_pool2d.default: partial(_mean_pool, 2),
-    _aten.avg_pool3d.default: partial(_mean_pool, 3), _aten._adaptive_avg_pool2d.default: _mean_of_areas}
-_sizes = {**{o: (_linear,1) for o in (_aten.upsample_linear1d.default, _aten.upsample_bilinear2d.default, _aten.upsample_trilinear3d.default)},
-    **{o: (_nearest,) for o in (_aten.upsample_nearest1d.default, _aten.upsample_nearest2d.default, _aten.upsample_nearest3d.default)},
-    **{o: (partial(_nearest, offset=.5),) for o in (_aten._upsample_nearest_exact1d.default, _aten._upsample_nearest_exact2d.default,
-        _aten._upsample_nearest_exact3d.default)}, _aten.upsample_bicubic2d.default: (_cubic,1)}
-as_torch = {**{o: dict(XLA=whole(f)) for o,f in _whole.items()}, **{o: dict(AutogradXLA=partly(o, f)) for o,f in _partly.items()},
-    **{o: dict.fromkeys(('XLA','AutogradXLA'), whole(_resized(o, *args))) for o,args in _sizes.items()}} # {operator: {dispatch key: kernel}}
+def _ops(names):
+    "Operators of torch by their names"
+    return [getattr(getattr(_aten, o), overload or 'default') for o,_,overload in (n.partition('.') for n in names.split())]
+
+def _each(forms, kernels):
+    "The `kernels` of an operator and its form, for each of `forms`, by operator"
+    return {op: kernels(op, f) for names,f in forms.items() for op in _ops(names)}
+
+_whole = {'norm.Scalar norm.ScalarOpt_dim norm.ScalarOpt_dtype norm.ScalarOpt_dim_dtype': _norm, 'dist': _distance,
+    'count_nonzero count_nonzero.dim_IntList': _count, '__rshift__.Scalar __rshift__.Tensor bitwise_right_shift.Tensor': _shifted}
+_partly = {'abs': _absolute, 'cumsum cumprod': _cumulated, 'where.self': _chosen, 'clamp clamp_min clamp_max': _clamped,
+    'avg_pool2d': partial(_mean_pool, 2), 'avg_pool3d': partial(_mean_pool, 3), '_adaptive_avg_pool2d': _mean_of_areas}
+_sizes = {'upsample_linear1d upsample_bilinear2d upsample_trilinear3d': (_linear,1), 'upsample_bicubic2d': (_cubic,1),
+    'upsample_nearest1d upsample_nearest2d upsample_nearest3d': (_nearest,),
+    '_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d': (partial(_nearest, offset=.5),)}
+
+as_torch = { # {operator: {dispatch key: kernel}}
+    **{op: dict(XLA=whole(decomposed(op))) for op in _ops('elu_backward celu pixel_shuffle pixel_unshuffle')},
+    **_each(_whole, lambda op,f: dict(XLA=whole(f))),
+    **_each(_partly, lambda op,f: dict(AutogradXLA=partly(op, f))),
+    **_each(_sizes, lambda op,taps: dict.fromkeys(('XLA','AutogradXLA'), whole(_resized(op, *taps))))}
 del as_torch[_aten.upsample_trilinear3d.default]['XLA'] # torch_xla has put a kernel of Python there, of which torch allows one
