@@ -120,6 +120,8 @@ IMAGES = dict(
     amax=of(lambda x,a: x.amax(a), 1, 2, (1, 2)),
     maxd=of(lambda x,a: x.max(a)[0], 1, 2),
     prod=of(lambda x,a: x.prod(a), 1, 2),
+    all_dims=of(lambda x,a: getattr(x, a)(), *'sum mean amax amin max std var norm nansum nanmean'.split()),
+    extreme=of(lambda x,a: a(x), lambda x: x.amax(), lambda x: x.amin(), lambda x: x.amax(1, keepdim=True), lambda x: x.amin((1,2))),
     logsumexp=of(lambda x,a: x.logsumexp(a), 1, 2),
     cumsum=of(lambda x,a: x.cumsum(a), 1, 2, 3),
     cumprod=of(lambda x,a: x.cumprod(a), 1, 2, 3),
@@ -277,6 +279,12 @@ IN_PLACE = dict(
 )
 
 WHOLE = dict(
+    all_dims=of(lambda x,a: getattr(x, a)(), *'sum prod amax amin max min any all argmax count_nonzero nansum'.split()),
+    all_of_mask=of(lambda x,a: getattr(x>0, a)(), *'sum any all amax count_nonzero nansum'.split()),
+    first_dim=of(lambda x,a: getattr(x, a)(0), *'sum amax count_nonzero nansum argmax cumsum'.split()),
+    mean_as=of(lambda x,a: x.mean(*a, dtype=torch.float), (), (1,), ((1,2),)),
+    ranges_of_fractions=of(lambda x,a: torch.arange(*a, device=x.device), (0,1,.1), (1,0,-.1), (.5,2.5,.05), (0,1,.3), (10,0,-3), (2.,)),
+    range_as=of(lambda x,a: torch.arange(0, 6, 2, dtype=a, device=x.device), torch.float, torch.int32, torch.double),
     divided=of(lambda x,a: a(x), lambda x: x//3, lambda x: x//-3, lambda x: x%3, lambda x: x%-3, lambda x: x/3, lambda x: x.fmod(-3), lambda x: x//(x.abs()+1)),
     rounded=of(lambda x,a: torch.div(x, 3, rounding_mode=a), 'floor', 'trunc', None),
     shifted=of(lambda x,a: x>>a, 1, 2),

@@ -99,7 +99,21 @@ def _distance(x, y, p=2): return torch.linalg.vector_norm(x-y, p)
 
 def _shifted(x, n): return torch.div(x.long(), 2**n, rounding_mode='floor').to(x.dtype)
 
-def _count(x, dim=()): return (x!=0).sum(dim)
+def _dims(x, dim): return [*range(x.ndim)] if dim in (None, [], ()) else dim # torch_xla takes none for none, torch for all
+
+def _count(x, dim=()): return (x!=0).sum(_dims(x, dim))
+
+def _sum_numbers(x, dim=(), keepdim=False, dtype=None):
+    return (x if _is_whole(x) else torch.where(x.isnan(), 0, x)).sum(_dims(x, dim), keepdim, dtype=dtype)
+
+def _extreme(stock, x, dim=(), keepdim=False): return stock(x, _dims(x, dim), keepdim)
+
+def _mean(stock, x, *args, dtype=None): return stock(x.to(dtype) if dtype else x, *args)
+
+def _range(start, end, step=1, dtype=None, device=None, **kwargs):
+    if not step or (end-start)/step<0: return torch.arange(start, end, step) # says what is wrong
+    dtype = dtype or (torch.get_default_dtype() if any(isinstance(o, float) for o in (start,end,step)) else torch.long)
+    return torch.arange(ceil((end-start)/step), dtype=dtype, device=device)*step+start
 
 def _is_whole(x): return not (x.is_floating_point() or x.is_complex())
 
@@ -140,8 +154,10 @@ def _each(forms, kernels):
     return {op: kernels(op, f) for names,f in forms.items() for op in _ops(names)}
 
 _whole = {'norm.Scalar norm.ScalarOpt_dim norm.ScalarOpt_dtype norm.ScalarOpt_dim_dtype': _norm, 'dist': _distance,
-    'count_nonzero count_nonzero.dim_IntList': _count, '__rshift__.Scalar __rshift__.Tensor bitwise_right_shift.Tensor': _shifted}
-_partly = {'abs': _absolute, 'cumsum cumprod': _cumulated, 'where.self': _chosen, 'clamp clamp_min clamp_max': _clamped,
+    'count_nonzero count_nonzero.dim_IntList': _count, 'nansum': _sum_numbers, 'arange.start_step': _range,
+    '__rshift__.Scalar __rshift__.Tensor bitwise_right_shift.Tensor': _shifted}
+_partly = {'abs': _absolute, 'amax amin': _extreme, 'mean mean.dim': _mean,
+    'cumsum cumprod': _cumulated, 'where.self': _chosen, 'clamp clamp_min clamp_max': _clamped,
     'avg_pool2d': partial(_mean_pool, 2), 'avg_pool3d': partial(_mean_pool, 3), '_adaptive_avg_pool2d': _mean_of_areas}
 _sizes = {'upsample_linear1d upsample_bilinear2d upsample_trilinear3d': (_linear,1), 'upsample_bicubic2d': (_cubic,1),
     'upsample_nearest1d upsample_nearest2d upsample_nearest3d': (_nearest,),

@@ -15,7 +15,7 @@ from .as_torch import as_torch, decomposed, whole
 # %% ../../nbs/185_patches.by_parts.ipynb #by-parts
 _aten = torch.ops.aten
 _ops = [_aten.im2col.default, _aten.col2im.default, _aten.huber_loss.default, _aten.huber_loss_backward.default, _aten.glu_backward.default,
-    _aten.channel_shuffle.default, _aten.bucketize.Tensor, _aten.linalg_cross.default, _aten.renorm.default, _aten.nansum.default,
+    _aten.channel_shuffle.default, _aten.bucketize.Tensor, _aten.linalg_cross.default, _aten.renorm.default,
     _aten.sinc.default, _aten.logit_backward.default, _aten.heaviside.default, _aten.vdot.default]
 _of_parts = [_aten.multi_margin_loss.default, _aten.logaddexp.default, _aten._weight_norm_interface.default, _aten.complex.default, _aten.polar.default]
 
