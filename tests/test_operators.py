@@ -305,6 +305,8 @@ WHOLE = dict(
     mixed=of(lambda x,a: a(x, x.float()*1.5), torch.maximum, torch.add, torch.mul, lambda x,y: torch.cat([x,y]), lambda x,y: x<y),
     filled=of(lambda x,a: torch.full((3,), a, device=x.device), 2, 3, 2.5, True),
     ranges=of(lambda x,a: torch.arange(*a, device=x.device), (5,), (2,9,3), (0,1,.3)),
+    added_in_16_bits=of(lambda x,a: a[0]((x>-99).to(a[1]).repeat(1, 1, 4, 4)), *[(f, dtype) for f in (torch.sum, torch.mean, lambda t: t.mean((2,3)), lambda t: t.sum((1,2,3)),
+        lambda t: F.adaptive_avg_pool2d(t, 1)) for dtype in (torch.bfloat16,torch.half)]),
     one_hot=of(lambda x,a: F.one_hot(x.abs(), a), 10, 12),
 )
 

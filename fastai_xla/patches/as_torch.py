@@ -108,7 +108,10 @@ def _sum_numbers(x, dim=(), keepdim=False, dtype=None):
 
 def _extreme(stock, x, dim=(), keepdim=False): return stock(x, _dims(x, dim), keepdim)
 
-def _mean(stock, x, *args, dtype=None): return stock(x.to(dtype) if dtype else x, *args)
+def _added(stock, x, *args, dtype=None):
+    "Sums and means: of 16 bits they are added up in 32, of which torch_xla's 16 keep the first 256 of equal numbers"
+    if dtype is None and x.dtype in (torch.bfloat16,torch.half): return stock(x.float(), *args).to(x.dtype)
+    return stock(x.to(dtype) if dtype else x, *args)
 
 def _range(start, end, step=1, dtype=None, device=None, **kwargs):
     if not step or (end-start)/step<0: return torch.arange(start, end, step) # says what is wrong
@@ -156,7 +159,7 @@ def _each(forms, kernels):
 _whole = {'norm.Scalar norm.ScalarOpt_dim norm.ScalarOpt_dtype norm.ScalarOpt_dim_dtype': _norm, 'dist': _distance,
     'count_nonzero count_nonzero.dim_IntList': _count, 'nansum': _sum_numbers, 'arange.start_step': _range,
     '__rshift__.Scalar __rshift__.Tensor bitwise_right_shift.Tensor': _shifted}
-_partly = {'abs': _absolute, 'amax amin': _extreme, 'mean mean.dim': _mean,
+_partly = {'abs': _absolute, 'amax amin': _extreme, 'mean mean.dim sum sum.dim_IntList': _added,
     'cumsum cumprod': _cumulated, 'where.self': _chosen, 'clamp clamp_min clamp_max': _clamped,
     'avg_pool2d': partial(_mean_pool, 2), 'avg_pool3d': partial(_mean_pool, 3), '_adaptive_avg_pool2d': _mean_of_areas}
 _sizes = {'upsample_linear1d upsample_bilinear2d upsample_trilinear3d': (_linear,1), 'upsample_bicubic2d': (_cubic,1),
