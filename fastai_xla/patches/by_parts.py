@@ -10,7 +10,7 @@ __all__ = []
 # %% ../../nbs/185_patches.by_parts.ipynb #imports
 import torch, warnings
 from .registry import keep_patch, Patch
-from .as_torch import as_torch, decomposed, whole
+from .as_torch import _as_torch, _decomposed, _entire
 
 # %% ../../nbs/185_patches.by_parts.ipynb #by-parts
 _aten = torch.ops.aten
@@ -35,8 +35,8 @@ class _Kernels(Patch):
         if self.in_force: self.library._destroy()
         self.in_force = False
 
-def _at(ops, *keys): return {o: dict.fromkeys(keys, whole(decomposed(o))) for o in ops}
+def _at(ops, *keys): return {o: dict.fromkeys(keys, _entire(_decomposed(o))) for o in ops}
 
-keep_patch(_Kernels(torch.ops, 'aten', {**_at(_ops, 'XLA'), **_at(_of_parts, 'XLA', 'AutogradXLA'), **as_torch},
+keep_patch(_Kernels(torch.ops, 'aten', {**_at(_ops, 'XLA'), **_at(_of_parts, 'XLA', 'AutogradXLA'), **_as_torch},
     'operators ran on the host, which read the device in the middle of each step, or computed something else than torch',
     'torch_xla 2.8-2.9, pytorch/xla 8897'))
