@@ -701,10 +701,10 @@ def test_launchers_of_torch_xla(tmp_path):
     assert res.returncode==1
     assert 'which raised ValueError: boom' in res.stderr
 
-if __name__=='__main__': groups.main(*sys.argv[1:])
-
 def test_where_a_replica_is_travels_between_processes():
     import pickle
     from fastai_xla.virtual_cores.barrier import _Again
     step = pickle.loads(pickle.dumps(_Again('all-reduce; all-reduce', 'all-reduce')))
     assert (step, step.next)==('all-reduce; all-reduce','all-reduce') and isinstance(step, _Again)
+
+if __name__=='__main__': groups.main(*sys.argv[1:])

@@ -13,7 +13,7 @@ from itertools import chain
 from math import ceil, prod
 import torch
 from torch.nn import functional as F
-from .augment import _areas, _weighted
+from .augment import _by_areas, _weighted
 
 # %% ../../nbs/183_patches.as_torch.ipynb #kinds
 _aten = torch.ops.aten
@@ -85,11 +85,7 @@ def _resized(op, taps, n_flags=0):
 
 def _mean_of_areas(stock, x, size):
     if all(n%m==0 for n,m in zip(x.shape[-2:], size)): return stock(x, size)
-    res = x.float()
-    for dim,m in zip((-2,-1), size):
-        n = x.shape[dim]
-        res = _weighted(res, *_areas(torch.arange(m, device=x.device), n, m, ceil(n/m)+(n%m>0)), dim)
-    return res.to(x.dtype)
+    return _by_areas(x.float(), size).to(x.dtype)
 
 # %% ../../nbs/183_patches.as_torch.ipynb #sums
 def _norm(x, p=2, dim=None, keepdim=False, dtype=None):

@@ -144,13 +144,14 @@ def _weighted(x, at, share, dim):
         return split_matmul(x, weights) if dim==-1 else split_matmul(weights.T, x)
     return sum(x.index_select(dim, a)*(s if dim==-1 else s[:,None]) for a,s in zip(at, share))
 
-def _shrink(x, d):
-    "`F.interpolate` by `1/d` in mode 'area'"
-    for dim in (-2,-1):
+def _by_areas(x, size):
+    "The means of the areas into which images are divided, as many as `size` has along each side"
+    for dim,m in zip((-2,-1), size):
         n = x.shape[dim]
-        m = math.floor(n*(1/d))
         x = _weighted(x, *_areas(torch.arange(m, device=x.device), n, m, math.ceil(n/m)+(n%m>0)), dim)
     return x
+
+def _shrink(x, d): return _by_areas(x, [math.floor(n*(1/d)) for n in x.shape[-2:]]) # `F.interpolate` by `1/d` in mode 'area'
 
 @replaces(faug, '_grid_sample', 'fastai 2.8', 'the extent of the coordinates was read from the device at every batch')
 def _grid_sample(old, x, coords, mode='bilinear', padding_mode='reflection', align_corners=None):

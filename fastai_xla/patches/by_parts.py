@@ -10,14 +10,12 @@ __all__ = []
 # %% ../../nbs/185_patches.by_parts.ipynb #imports
 import torch, warnings
 from .registry import keep_patch, Patch
-from .as_torch import _as_torch, _decomposed, _entire
+from .as_torch import _as_torch, _decomposed, _entire, _ops
 
 # %% ../../nbs/185_patches.by_parts.ipynb #by-parts
-_aten = torch.ops.aten
-_ops = [_aten.im2col.default, _aten.col2im.default, _aten.huber_loss.default, _aten.huber_loss_backward.default, _aten.glu_backward.default,
-    _aten.channel_shuffle.default, _aten.bucketize.Tensor, _aten.linalg_cross.default, _aten.renorm.default,
-    _aten.sinc.default, _aten.logit_backward.default, _aten.heaviside.default, _aten.vdot.default]
-_of_parts = [_aten.multi_margin_loss.default, _aten.logaddexp.default, _aten._weight_norm_interface.default, _aten.complex.default, _aten.polar.default]
+_missing = '''im2col col2im huber_loss huber_loss_backward glu_backward channel_shuffle bucketize.Tensor linalg_cross renorm sinc logit_backward
+    heaviside vdot'''
+_of_parts = 'multi_margin_loss logaddexp _weight_norm_interface complex polar'
 
 class _Kernels(Patch):
     "`new` of `owner`, kernels of its operators by dispatch key, as a library of torch's"
@@ -35,8 +33,8 @@ class _Kernels(Patch):
         if self.in_force: self.library._destroy()
         self.in_force = False
 
-def _at(ops, *keys): return {o: dict.fromkeys(keys, _entire(_decomposed(o))) for o in ops}
+def _at(names, *keys): return {o: dict.fromkeys(keys, _entire(_decomposed(o))) for o in _ops(names)}
 
-keep_patch(_Kernels(torch.ops, 'aten', {**_at(_ops, 'XLA'), **_at(_of_parts, 'XLA', 'AutogradXLA'), **_as_torch},
+keep_patch(_Kernels(torch.ops, 'aten', {**_at(_missing, 'XLA'), **_at(_of_parts, 'XLA', 'AutogradXLA'), **_as_torch},
     'operators ran on the host, which read the device in the middle of each step, or computed something else than torch',
     'torch_xla 2.8-2.9, pytorch/xla 8897'))
