@@ -28,6 +28,25 @@ def test_a_callback_that_sleeps(tmp_path):
     assert len([*(tmp_path/'run').glob('fit*')])==1 and not get_pool(2).is_open
     assert len(go(Sleeps.__base__()).recorder.values)==2
 
+class Late(Callback):
+    "Late for a step that the ranks run again"
+    replayable = True
+    def __init__(self, seconds): self.seconds = seconds
+    def after_batch(self):
+        if rank()==1 and self.training and self.iter==8: time.sleep(self.seconds)
+
+@pytest.mark.parametrize('late', [2.5, 600])
+def test_late_for_a_step_that_is_run_again(late):
+    "The others are seen to wait for it; if it does not come, that is what the error says"
+    learn = synth_learner(n_trn=24, cbs=Late(late)).to_tpu_distributed(n_cores=2, watchdog=SHORT)
+    with learn.no_bar(), learn.no_logging():
+        if late<SHORT*60:
+            learn.fit(1)
+            assert learn.replay.n_replayed==10 and not learn.replay.why, learn.replay
+        else:
+            with pytest.raises(LaunchError, match=r'(?s)Rank 0, epoch 0, training batch 9: waits in the run of \d collectives for rank 1') as e: learn.fit(1)
+            assert e.value.rank==1 and not get_pool(2).is_open
+
 def tells(rank, n):
     for i in range(n):
         time.sleep(.5)
