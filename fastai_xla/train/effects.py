@@ -88,12 +88,17 @@ def python_tensors(
     with torch._C.DisableTorchFunction(): deque(chain(*fills, *clears), 0)
     return res
 
+def _referrers(objs):
+    "What refers to one of `objs`"
+    objs = *objs,
+    return [o for o in gc.get_referrers(*objs) if o is not objs] # which Python 3.13 finds too
+
 def first_reached(
     ts:list, # Tensors, which the caller has nowhere else
 ):
     "The first of `ts` that Python code can reach; None if there is none"
     named = {id(o) for o in _waiting_variables(sys._getframe(1))}
-    if named.isdisjoint(map(id, ts)) and all(o is ts for o in gc.get_referrers(*ts)): return
+    if named.isdisjoint(map(id, ts)) and all(o is ts for o in _referrers(ts)): return
     return next((t for t in ts if id(t) in named or any(o is not ts for o in gc.get_referrers(t))), None)
 
 # %% ../../nbs/450_train.effects.ipynb #kept
@@ -155,6 +160,8 @@ def _containers(v, state):
     held = v.values() if isinstance(v, dict) else v if isinstance(v, (list,tuple)) else ()
     return [v, *(o for u in held if isinstance(u, (torch.Tensor,dict,list,tuple)) and id(u) not in state for o in _containers(u, state))]
 
+def _with_attributes(o): return id(o),id(getattr(o, '__dict__', o)) # since Python 3.13 an object too refers to what is in its `__dict__`
+
 def shared_of_step(
     left, # (owner, attribute) of what a traced step leaves, attributes of `learn` left out
     owners, # All who may have some, as dicts
@@ -165,7 +172,7 @@ def shared_of_step(
     parts = [_containers(owner[k], state) for owner,k in left]
     known = {id(o) for o in (parts, *parts, *ours, *owners, *chain.from_iterable(parts))}
     for own,(owner,k) in zip(parts, left):
-        others = [o for o in gc.get_referrers(*own) if id(o) not in known and not isinstance(o, (FrameType,StepGiven))]
+        others = [o for o in _referrers(own) if known.isdisjoint(_with_attributes(o)) and not isinstance(o, (FrameType,StepGiven))]
         if others: return f'something keeps the tensors of `{k}` elsewhere too'
         if len(own)>1 and sum(v is owner[k] for o in owners for v in o.values())>1: return f'two attributes share `{k}`, a {type(owner[k]).__name__} of tensors'
 
