@@ -93,8 +93,6 @@ def _norm(x, p=2, dim=None, keepdim=False, dtype=None):
 
 def _distance(x, y, p=2): return torch.linalg.vector_norm(x-y, p)
 
-def _shifted(x, n): return torch.div(x.long(), 2**n, rounding_mode='floor').to(x.dtype)
-
 def _dims(x, dim): return [*range(x.ndim)] if dim in (None, [], ()) else dim # torch_xla takes none for none, torch for all
 
 def _count(x, dim=()): return (x!=0).sum(_dims(x, dim))
@@ -106,13 +104,11 @@ def _extreme(stock, x, dim=(), keepdim=False): return stock(x, _dims(x, dim), ke
 
 def _added(stock, x, *args, dtype=None):
     "Sums and means: of 16 bits they are added up in 32, of which torch_xla's 16 keep the first 256 of equal numbers"
+    if args: args = _dims(x, args[0]),*args[1:]
     if dtype is None and x.dtype in (torch.bfloat16,torch.half): return stock(x.float(), *args).to(x.dtype)
     return stock(x.to(dtype) if dtype else x, *args)
 
-def _range(start, end, step=1, dtype=None, device=None, **kwargs):
-    if not step or (end-start)/step<0: return torch.arange(start, end, step) # says what is wrong
-    dtype = dtype or (torch.get_default_dtype() if any(isinstance(o, float) for o in (start,end,step)) else torch.long)
-    return torch.arange(ceil((end-start)/step), dtype=dtype, device=device)*step+start
+def _spread(stock, x, dim=None, **kwargs): return stock(x, _dims(x, dim), **kwargs)
 
 def _is_whole(x): return not (x.is_floating_point() or x.is_complex())
 
@@ -143,6 +139,25 @@ def _mean_pool(n_dims, stock, x, kernel, stride=(), padding=(0,), ceil_mode=Fals
     edges = [_edges(*o, ceil_mode) for o in zip(x.shape[-n_dims:], kernel, stride, padding)]
     return stock(F.pad(x, [*chain.from_iterable(reversed(edges))]), kernel, stride)*(prod(kernel)/divisor_override)
 
+# %% ../../nbs/183_patches.as_torch.ipynb #quotients
+def _shifted(x, n): return torch.div(x.long(), 2**n, rounding_mode='floor').to(x.dtype)
+
+def _divided(stock, a, b, **kwargs):
+    "`1//.1` is 9, as .1 is a bit more in float32, and not 10, as the quotient is there that torch_xla rounds down"
+    device = next(o.device for o in (a,b) if isinstance(o, torch.Tensor))
+    a,b = [o if isinstance(o, torch.Tensor) else torch.full((), o, device=device) for o in (a,b)]
+    res = stock(a, b, **kwargs)
+    if kwargs.get('rounding_mode', 'floor')!='floor' or _is_whole(res): return res
+    with torch.no_grad():
+        rest = torch.fmod(a, b)
+        exact = ((a-rest)/b).round()-((rest!=0) & ((rest<0)!=(b<0))).to(res.dtype)
+    return torch.where(b!=0, exact, res)
+
+def _range(start, end, step=1, dtype=None, device=None, **kwargs):
+    if not step or (end-start)/step<0: return torch.arange(start, end, step) # says what is wrong
+    dtype = dtype or (torch.get_default_dtype() if any(isinstance(o, float) for o in (start,end,step)) else torch.long)
+    return torch.arange(ceil((end-start)/step), dtype=dtype, device=device)*step+start
+
 # %% ../../nbs/183_patches.as_torch.ipynb #forms
 def _ops(names):
     "Operators of torch by their names"
@@ -156,6 +171,7 @@ _whole = {'norm.Scalar norm.ScalarOpt_dim norm.ScalarOpt_dtype norm.ScalarOpt_di
     'count_nonzero count_nonzero.dim_IntList': _count, 'nansum': _sum_numbers, 'arange.start_step': _range,
     '__rshift__.Scalar __rshift__.Tensor bitwise_right_shift.Tensor': _shifted}
 _partly = {'abs': _absolute, 'amax amin': _extreme, 'mean mean.dim sum sum.dim_IntList': _added,
+    'std.correction var.correction std_mean.correction var_mean.correction': _spread, 'floor_divide div.Tensor_mode': _divided,
     'cumsum cumprod': _cumulated, 'where.self': _chosen, 'clamp clamp_min clamp_max': _clamped,
     'avg_pool2d': partial(_mean_pool, 2), 'avg_pool3d': partial(_mean_pool, 3), '_adaptive_avg_pool2d': _mean_of_areas}
 _sizes = {'upsample_linear1d upsample_bilinear2d upsample_trilinear3d': (_linear,1), 'upsample_bicubic2d': (_cubic,1),
