@@ -3,7 +3,7 @@
 `python forks.py SOCKET` serves two kinds: `script`, as `python -c`, `python file` and `python -m` start, and `kernel`, as a notebook's.
 Each process is as any other: with an environment, a folder, a session and a `__main__` of its own, it may start the runtime, patch and be killed.
 That is sound while the process that forks has one thread and no device, which it checks. What it does at the end of its standard input: end."""
-import atexit, fcntl, gc, json, os, runpy, select, shutil, signal, socket, subprocess, sys, tempfile, threading, time
+import atexit, fcntl, gc, json, linecache, os, runpy, select, shutil, signal, socket, subprocess, sys, tempfile, threading, time
 from itertools import dropwhile
 from pathlib import Path
 from types import ModuleType
@@ -46,6 +46,7 @@ def run(args):
             sys.path.insert(0, '' if args[0]=='-c' else str(Path(args[0]).resolve().parent))
             main = sys.modules['__main__'] = ModuleType('__main__')
             if args[0]!='-c': main.__file__ = name
+            if sys.version_info>=(3,13) and args[0]=='-c': linecache.cache[name] = len(code),None,code.splitlines(True),name # which errors show since then
             exec(compile(code, name, 'exec'), vars(main))
     except SystemExit as e:
         if e.code is None or isinstance(e.code, int): return e.code or 0

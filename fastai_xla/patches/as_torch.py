@@ -100,15 +100,13 @@ def _count(x, dim=()): return (x!=0).sum(_dims(x, dim))
 def _sum_numbers(x, dim=(), keepdim=False, dtype=None):
     return (x if _is_whole(x) else torch.where(x.isnan(), 0, x)).sum(_dims(x, dim), keepdim, dtype=dtype)
 
-def _extreme(stock, x, dim=(), keepdim=False): return stock(x, _dims(x, dim), keepdim)
+def _over_dims(stock, x, dim=(), *args, **kwargs): return stock(x, _dims(x, dim), *args, **kwargs)
 
 def _added(stock, x, *args, dtype=None):
     "Sums and means: of 16 bits they are added up in 32, of which torch_xla's 16 keep the first 256 of equal numbers"
     if args: args = _dims(x, args[0]),*args[1:]
     if dtype is None and x.dtype in (torch.bfloat16,torch.half): return stock(x.float(), *args).to(x.dtype)
     return stock(x.to(dtype) if dtype else x, *args)
-
-def _spread(stock, x, dim=None, **kwargs): return stock(x, _dims(x, dim), **kwargs)
 
 def _is_whole(x): return not (x.is_floating_point() or x.is_complex())
 
@@ -170,8 +168,9 @@ def _each(forms, kernels):
 _whole = {'norm.Scalar norm.ScalarOpt_dim norm.ScalarOpt_dtype norm.ScalarOpt_dim_dtype': _norm, 'dist': _distance,
     'count_nonzero count_nonzero.dim_IntList': _count, 'nansum': _sum_numbers, 'arange.start_step': _range,
     '__rshift__.Scalar __rshift__.Tensor bitwise_right_shift.Tensor': _shifted}
-_partly = {'abs': _absolute, 'amax amin': _extreme, 'mean mean.dim sum sum.dim_IntList': _added,
-    'std.correction var.correction std_mean.correction var_mean.correction': _spread, 'floor_divide div.Tensor_mode': _divided,
+_partly = {'abs': _absolute, 'amax amin std.correction var.correction std_mean.correction var_mean.correction': _over_dims,
+    'mean mean.dim sum sum.dim_IntList': _added,
+    'floor_divide div.Tensor_mode': _divided,
     'cumsum cumprod': _cumulated, 'where.self': _chosen, 'clamp clamp_min clamp_max': _clamped,
     'avg_pool2d': partial(_mean_pool, 2), 'avg_pool3d': partial(_mean_pool, 3), '_adaptive_avg_pool2d': _mean_of_areas}
 _sizes = {'upsample_linear1d upsample_bilinear2d upsample_trilinear3d': (_linear,1), 'upsample_bicubic2d': (_cubic,1),

@@ -37,7 +37,7 @@ class _Again(str):
         self = super().__new__(cls, run)
         self.next = next
         return self
-    def __getnewargs__(self): return str(self),self.next # replicas in processes of their own tell each other where they are
+    def __getnewargs__(self): return str(self),self.next # the watchdog is sent where replicas wait
 
 def _differ(steps):
     "Do replicas that are at `steps` not do the same?"
