@@ -20,16 +20,16 @@ def graphs(work, n):
     from fastai_xla.train import replay, step_loop
     got = {}
     class Capture(step_loop.LoopCapture):
-        def loop(self, program, hlo, *args):
-            got['one step'] = hlo
-            def noted(roots, *_):
+        def loop(self, *args):
+            got['one step'] = torch_xla._XLAC._get_xla_tensors_hlo_proto(self.roots)
+            def noted(roots):
                 got[f'{n} steps'] = torch_xla._XLAC._get_xla_tensors_hlo_proto(roots)
-                raise Written
-            step_loop.compiled_graph = noted
-            super().loop(program, hlo, *args)
+                raise Written('both are known')
+            step_loop.compile_graph = noted
+            super().loop(*args)
     replay.LoopCapture = Capture
     make_programs_for('TPU')
-    learn = learner(work, n+6, []).to_tpu(steps_per_execution=n)
+    learn = learner(work, 4, []).to_tpu(steps_per_execution=n)
     try:
         with learn.no_bar(),learn.no_logging(): learn.fit(1)
     except Written: return got
@@ -46,7 +46,8 @@ def reports(work, n, chip):
     for name,hlo in graphs(work, n).items():
         start = time.time()
         module,memory = compiler.compile(hlo_message('HloModuleProto').FromString(hlo))
-        ms = ProgramReport(module, memory, s).time*1e3/(1 if name=='one step' else n)
+        report = ProgramReport(module, memory, s)
+        ms = 1e3*(report.cycles+(n-1)*report.turn)/s.clock/(n if report.turn else 1) # the loop turns as often as there are steps
         print(f'ROW | {work} | {name} | {ms:.3f} | {(memory.args+memory.temp)/1e6:.0f} | {time.time()-start:.1f} |', flush=True)
 
 @call_parse

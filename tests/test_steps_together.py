@@ -1,4 +1,4 @@
-"""`steps_per_execution`: several steps as one program come to what single ones come to, wherever somebody looks, ends or interrupts; `python test_steps_together.py <case> ...` tries cases over two cores."""
+"""`steps_per_execution`: several steps as one program come to what single ones come to, and to the last bit to the same wherever somebody looks, ends, interrupts or goes on; `python test_steps_together.py <case> ...` tries cases over two cores."""
 import os, sys
 from pathlib import Path
 if __name__=='__main__':
@@ -46,6 +46,11 @@ class Reads(Callback):
     def before_fit(self): self.seen = []
     def after_batch(self):
         if self.train_iter%5==0: self.seen.append((self.loss.item(), float(self.smooth_loss), self.pred.sum().item()))
+
+class Hurries(Callback):
+    "Has no step wait"
+    order,run_valid,replayable,reads_weights = 61,False,True,False
+    def after_batch(self): float(self.learn.loss)
 
 class Raises(Callback):
     order,run_valid,replayable,reads_weights = 60,False,True,False
@@ -99,10 +104,10 @@ CASES = dict(
 
 def to_device(learn, n, sharded=False): return learn.to_tpu_sharded(fsdp=2, steps_per_execution=n) if sharded else learn.to_tpu(steps_per_execution=n)
 
-def outcome(case, n, sharded=False):
-    "What came of a case with `n` steps to a program, as nested tensors and numbers"
+def outcome(case, n, sharded=False, cbs=()):
+    "What came of a case with `n` steps to a program, and other callbacks, as nested tensors and numbers"
     kwargs,train = CASES[case]
-    learn = to_device(learner(**(kwargs() if callable(kwargs) else kwargs)), n, sharded)
+    learn = to_device(learner(**(kwargs() if callable(kwargs) else kwargs)).add_cbs(cbs), n, sharded)
     with learn.no_bar(),learn.no_logging(): train(learn)
     opt,rec = learn.opt,learn.recorder
     own = [[vars(cb).get(k) for k in ('seen','history','grads','params','updates')] for cb in learn.cbs if isinstance(cb, (Reads,Saves,EvalEvery,NormMeter))]
@@ -120,37 +125,38 @@ def check(case, sharded=False):
     want,got = leaves(want),leaves(got)
     assert len(got)==len(want)
     for a,b in zip(got, want): assert a==pytest.approx(b, rel=1e-4, abs=1e-6, nan_ok=True) if isinstance(a, float) else a==b
+    hurried,alike = outcome(case, TOGETHER, sharded, Hurries())
+    assert str(leaves(alike))==str(got) and not hurried.replay.n_together # nan are no matter
     return learn.replay
 
 @pytest.mark.parametrize('case', CASES)
 def test_together(case):
-    "As single steps, up to the last digits: the loop is another program"
+    "As single steps up to the last digits, as the loop is another program; to the last bit however many it runs at once"
     replay = check(case)
-    assert replay.apart is None and replay.n_together>=8 and replay.n_together%TOGETHER==0, replay
+    assert replay.apart is None and replay.n_together>=8, replay
 
 def test_over_cores():
     "One program for all cores: state stays spread as it was"
     res = run(__file__, 'adam', 'ema', 'ranger', 'reads', 'interrupt')
-    assert res.returncode==0 and res.stdout.count('of them 4 in one program')==5 and '{devices=[2,1]0,1}' in res.stdout, res.stdout+res.stderr
+    assert res.returncode==0 and res.stdout.count('of them up to 4 in one program')==5 and '{devices=[2,1]0,1}' in res.stdout, res.stdout+res.stderr
 
 # ---- what it costs
 
 def test_one_execution_for_all():
-    "No compilation after that of the loop, no read, and state in the memory that it had"
+    "No compilation but that of the loop, no read, and state in the memory that it had"
     stats = XLAStats(warm=12)
     learn = learner(partial(net, 40), cbs=stats).to_tpu(fetch_every=1e9, steps_per_execution=TOGETHER)
     with learn.no_bar(),learn.no_logging(): learn.fit(2, 1e-2)
     steady = stats.steps[8:18]
-    first,*others = [o for o in stats.steps if o.compiles]
-    assert [o.compiles for o in others]==[1] and others[0].aliases==first.aliases>10 and sum(o.reads for o in steady)==0
+    first, = [o for o in stats.steps if o.compiles]
+    assert first.aliases>10 and sum(o.reads for o in steady)==0
     assert 1<=sum(o.executions for o in steady)<=4
-    assert repr(learn.replay).startswith('37 of 40 training steps were run again without tracing, 32 of them 4 in one program')
+    assert repr(learn.replay).startswith('37 of 40 training steps were run again without tracing, 37 of them up to 4 in one program')
 
 def test_strict():
-    "The loop is compiled once, which is no fault of the step in which it is"
     learn = learner().to_tpu(strict=True, steps_per_execution=TOGETHER)
     with learn.no_bar(),learn.no_logging(): learn.fit(2, 1e-2)
-    assert learn.replay.n_together==32
+    assert learn.replay.n_together==37
 
 # ---- where it is not done
 
@@ -167,7 +173,7 @@ def looked(n):
 def test_weights_that_are_looked_at():
     "Each step by itself, which is said with what to do"
     (want,_),(got,replay) = looked(1),looked(TOGETHER)
-    assert got==want and replay.n_together==0 and replay.n_replayed>15
+    assert got==pytest.approx(want, rel=1e-4) and replay.n_together==0 and replay.n_replayed>15
     assert 'each by itself because the callback Looks has `after_batch`, which may read weights; if it doesn\'t, write `reads_weights = False`' in repr(replay)
 
 class Comes(Callback):
@@ -184,7 +190,7 @@ def come(n):
 
 def test_a_reader_that_comes():
     (want,_),(got,replay) = come(1),come(TOGETHER)
-    assert got==want and len(got)==6 and 0<replay.n_together<32
+    assert got==pytest.approx(want, rel=1e-4) and len(got)==6 and 0<replay.n_together<37
 
 class Validates(Callback):
     order,run_valid,replayable,reads_weights = 60,False,True,False
@@ -206,7 +212,7 @@ def test_gradients_that_add_up():
 def test_a_loop_that_is_refused(monkeypatch):
     "Steps are run one by one, nothing is lost, and it is said"
     def refuses(*args): raise ValueError('RESOURCE_EXHAUSTED')
-    monkeypatch.setattr('fastai_xla.train.step_loop.compiled_graph', refuses)
+    monkeypatch.setattr('fastai_xla.train.step_loop.compile_graph', refuses)
     replay = check('adam')
     assert replay.n_together==0 and 'each by itself because the compiler refuses so many in one program' in repr(replay)
 
@@ -228,8 +234,8 @@ def lost(act, exc, match):
 
 def test_a_step_that_fails():
     "The error is the step's own, and what the steps that waited owe is not a number"
-    def breaks(learn): learn.replay.group.steps[0].numbers[0] = torch.zeros(3)
-    learn = lost(breaks, RuntimeError, 'equal size')
+    def breaks(learn): learn.replay.group.steps[0].numbers.clear()
+    learn = lost(breaks, ValueError, 'longer')
     assert len(learn.recorder.losses)==13 and not np.isnan(float(learn.recorder.losses[9]))
 
 @pytest.mark.filterwarnings('error::pytest.PytestUnraisableExceptionWarning')
@@ -247,17 +253,17 @@ def test_errors():
 # ---- checkpoints
 
 def test_goes_on_where_it_was(tmp_path):
-    "A checkpoint in the middle of steps that wait has what they come to"
+    "To the last bit, after a checkpoint in the middle of steps that wait"
     def train(learn):
         with learn.no_bar(),learn.no_logging(): learn.fit(2, 1e-2)
         return to_host([*learn.model.state_dict().values()])
-    want = train(learner().to_tpu())
+    want = train(learner().to_tpu(steps_per_execution=TOGETHER))
     def resumes(): return resume_from(tmp_path/'run', every=7)
     with pytest.raises(KeyboardInterrupt): train(learner(cbs=[resumes(),Raises(KeyboardInterrupt())]).to_tpu(steps_per_execution=TOGETHER))
     again = learner(cbs=resumes()).to_tpu(steps_per_execution=TOGETHER)
     got = train(again)
     assert len(again.recorder.losses)==40 and again.replay.n_together>=16
-    assert leaves(got)==pytest.approx(leaves(want), rel=1e-4, abs=1e-6)
+    assert all(map(torch.equal, got, want))
 
 if __name__=='__main__':
     for case in sys.argv[1:]: print(case, check(case, sharded=True))

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from ..runtime.device import torch_xla, xr
 from ..runtime.counts import n_copies, n_ops, own_reads
-from .pending import _lib, compiled_graph, data_ids, in_graphs, n_pending, node_id, pending, tensor_id
+from .pending import _lib, compile_graph, data_ids, graph_key, in_graphs, n_pending, node_id, pending, tensor_id
 from .seeds import StepSeeds
 
 # %% ../../nbs/440_train.capture.ipynb #same
@@ -111,7 +111,7 @@ class StepTracer(StepSeeds):
         seeds = sorted({*draws.values()})
         sources = tuple(('seed',seeds.index(draws[j])) if j in draws else self.slots.get(i, ('const',j)) for j,i in enumerate(ids))
         free = {*(('state',k) for k in written), *(('given',k) for k,t in self.spent.items() if pending([t]))}
-        key = compiled_graph(self.roots, self.values, [s in free for s in sources])
+        key = graph_key(self.roots, self.values, [s in free for s in sources])
         consts = {j: v for j,(v,(w,_)) in enumerate(zip(self.values, sources)) if w=='const'}
         return StepProgram(key, sources, written, len(outs), consts, {j: others.get(j, ids[j]) for j in consts}, tuple(seeds), at_end)
 
@@ -124,10 +124,12 @@ class StepCapture(StepTracer):
         super().__init__(device)
         self.inputs = ProgramInputs()
 
-    def finish(self, program):
-        "Run the traced step, and return its results besides the state; what else it has left is dropped"
+    def compile(self): compile_graph(self.roots) # the program of the traced step
+
+    def finish(self, program, ins=None):
+        "Run the traced step by `program`, its own unless it has other inputs `ins`, and return its results besides the state; what else it has left is dropped"
         outs = self.roots[len(program.written):]
-        try: self._execute(program, self.values, self.roots, self.next_seed)
+        try: self._execute(program, ins or self.values, self.roots, self.next_seed)
         finally:
             self.roots = self.values = self.slots = self.state = self.taken = self.spent = None
             _lib()._clear_pending_irs(self.device)
@@ -207,8 +209,7 @@ class StepPlan:
     since:int=0 # Steps that were run since
     made:object=None # The optimizer's step in it
     chain:dict|None=None # By number, what it is given that is a result of the step before; None if that isn't known
-    hlo:bytes=b'' # Its graph, where several steps are to be run as one program
-    loop:object=None # The program of these
+    loop:object=None # The `StepLoop` by which its steps are run
 
     @classmethod
     def of(cls, program, given, left):

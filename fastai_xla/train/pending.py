@@ -6,10 +6,11 @@ Docs: https://fastai-xla.github.io/fastai_xla/train.pending.html.md"""
 
 # %% auto #0
 __all__ = ['pending', 'n_pending', 'xla_tensors', 'tensors_in', 'shell_of', 'filled', 'tensor_id', 'node_id', 'in_graphs',
-           'data_ids', 'compiled_graph']
+           'data_ids', 'graph_key', 'compile_graph']
 
 # %% ../../nbs/437_train.pending.ipynb #imports
 import threading
+from contextlib import contextmanager
 import torch
 from ..runtime.device import torch_xla
 from ..runtime.transfer import map_tensors, on_xla, tensors_of
@@ -87,15 +88,22 @@ def data_ids(
 # %% ../../nbs/437_train.pending.ipynb #compiled
 _donating = threading.Lock() # torch_xla's flag is one for all replicas of a process
 
-def compiled_graph(
+@contextmanager
+def _donates():
+    from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config # not above: rooms can be imported where torch_xla is missing
+    with _donating,alias_with_buffer_donor_config(True): yield
+
+def graph_key(
     roots, # Tensors that are not computed yet
     values, # The data that their graph takes
     free, # For each of these: may its memory be given away?
 ):
-    "The hash of the graph that computes `roots`, which is compiled unless it is known"
-    from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config # not above: rooms can be imported where torch_xla is missing
+    "The hash of the graph that computes `roots`"
     for v,o in zip(values, free): _lib()._set_buffer_donation(v, o and v.ndim>0) # torch_xla caches scalars
-    with _donating,alias_with_buffer_donor_config(True):
-        key = _lib()._get_graph_hash(roots)
-        _lib()._xla_warm_up_cache(roots, [])
-    return key
+    with _donates(): return _lib()._get_graph_hash(roots)
+
+def compile_graph(
+    roots, # As for `graph_key`, which was asked for it
+):
+    "Compile the graph that computes `roots`, unless that is known"
+    with _donates(): _lib()._xla_warm_up_cache(roots, [])

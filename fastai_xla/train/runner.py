@@ -9,11 +9,11 @@ __all__ = ['WaitingSteps', 'StepWaiting', 'PlanRunner']
 
 # %% ../../nbs/458_train.runner.ipynb #imports
 from contextlib import contextmanager
+from itertools import islice
 from typing import NamedTuple
 import torch
 from fastai.callback.fp16 import MixedPrecision
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from ..runtime.transfer import send
 from .late import Owed
 from .pending import _is_meta, filled
 from .capture import shape_of
@@ -89,35 +89,17 @@ class WaitingSteps:
         left = [o for o in self.plan.left if own[o.place[0]].get(o.place[1]) is self.here[o.place]]
         self.parts.fill(left, outs, self.steps[-1].given)
 
-    def _sent(self, ts): return send(ts, self.parts.state[0].device) if ts else []
-
-    def run_each(self, capture):
-        "Run them one after the other"
-        outs = []
-        for i,step in enumerate(self.steps):
-            given = [outs[self.plan.chain[g]] if i and g in self.plan.chain else t for g,t in enumerate(step.given)]
-            outs = capture.run(self.plan.program, self.parts.state, given, self._sent(step.numbers), step.seeds)
-            self._pay(step, outs)
-        self._end(outs)
-
-    def run_together(self, capture):
-        "Run them as one program; False if there is none"
-        plan,state,n = self.plan,self.parts.state,self.plan.program.n_out
-        numbers = self._sent([torch.stack(o) for o in zip(*(step.numbers for step in self.steps))])
-        plan.loop = plan.loop or capture.loop(plan.program, plan.hlo, plan.chain, state, numbers, [(o.given,o.seeds) for o in self.steps])
-        if plan.loop is None: return False
-        given,seeds = [t for o in self.steps for t in o.given],[t for o in self.steps for t in o.seeds]
-        outs = capture.run(plan.loop, state, given, numbers, seeds)
-        for i,step in enumerate(self.steps): self._pay(step, outs[i*n:(i+1)*n])
-        self._end(outs[-n:] if n else [])
-        return True
+    def run(self, capture):
+        "Run them by `capture`, a `LoopCapture`"
+        outs,n = iter(capture.run_loop(self.plan.loop, self.parts.state, [o[:3] for o in self.steps])),self.plan.program.n_out
+        for step in self.steps: self._pay(step, last := [*islice(outs, n)])
+        self._end(last)
 
 # %% ../../nbs/458_train.runner.ipynb #plan-runner
 class StepWaiting(StepTracing):
     "Has steps wait until they are run"
-    together,group,apart,refused = 1,None,None,False # steps to be run as one program, those that wait, why none may, has the compiler refused it?
-    n_together = n_loops = 0 # steps that were run so, and programs made for it
-    def may_wait(self, plan): return False # may steps of `plan` wait for others to be run with?
+    together,group,n_together = 1,None,0 # most steps to be run as one program, those that wait, and how many were run with others
+    reader = None # who looks at the weights after each step, in words
 
     def _begin(self, learn):
         self.settle()
@@ -130,7 +112,9 @@ class StepWaiting(StepTracing):
     def settle(self):
         "Run the steps that wait, as is done before anybody looks at the weights"
         with self._ended() as group:
-            if group: group.run_each(self.capture)
+            if not group: return
+            group.run(self.capture)
+            if len(group.steps)>1: self.n_together += len(group.steps)
 
     @contextmanager
     def _ended(self):
@@ -143,17 +127,7 @@ class StepWaiting(StepTracing):
     def _have_wait(self, learn, plan, given, numbers):
         self.group = self.group or WaitingSteps(plan, self.parts)
         self.group.add(given, numbers, self.capture.seeds_ahead(plan.program), self.settle)
-        if len(self.group.steps)==self.together: learn.dl.sync(self._run_together)
-
-    def _run_together(self):
-        with self._ended() as group:
-            known = group.plan.loop
-            try: ran = group.run_together(self.capture)
-            except ValueError: # the compiler refuses it
-                if group.plan.loop: raise
-                ran,self.refused,self.apart = False,True,'the compiler refuses so many in one program'
-            if ran: self.n_together,self.n_loops = self.n_together+len(group.steps),self.n_loops+(known is None)
-            else: group.run_each(self.capture)
+        if self.reader or len(self.group.steps)==self.together: learn.dl.sync(self.settle)
 
 # %% ../../nbs/458_train.runner.ipynb #run
 class PlanRunner(StepWaiting):
@@ -173,7 +147,7 @@ class PlanRunner(StepWaiting):
         self.capture.part(written)
         self.capture.rest(learn.dl.sync, written)
         if (numbers := self.count(learn, plan)) is None: return False
-        if self.may_wait(plan): self._have_wait(learn, plan, given, numbers)
+        if plan.loop: self._have_wait(learn, plan, given, numbers)
         else: self.parts.fill(plan.left, learn.dl.sync(lambda: self.capture.run(plan.program, self.parts.state, given, numbers)), given)
         _leave_batch(learn)
         self.ran,self.n_replayed,plan.since = True,self.n_replayed+1,plan.since+1

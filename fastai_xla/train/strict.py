@@ -19,7 +19,6 @@ from ..runtime.args import check_int
 from ..patches.learner import XLACallback
 from ..data.loader import DeviceDL
 from .meters import DeviceMetric
-from .replay import n_loops
 
 # %% ../../nbs/480_train.strict.ipynb #where
 class NotSteady(RuntimeError):
@@ -167,14 +166,14 @@ class StrictSteps(XLACallback):
 
     def after_step(self): self.stepped = True
 
-    def _mark(self): self.at,self.loops,self.watcher.calls = xla_counts(),n_loops(self.learn),[]
+    def _mark(self): self.at,self.watcher.calls = xla_counts(),[]
 
     @property
     def kind(self): return self.training,self.shape,self.stepped,self.stepped and _is_slow_step(self.opt)
 
     def after_batch(self):
         kind,calls = self.kind,self.watcher.calls
-        if not self.skip and n_compiles()>self.at.compiles and self.loops==n_loops(self.learn): self._on_compile(kind, calls)
+        if not self.skip and n_compiles()>self.at.compiles: self._on_compile(kind, calls)
         self.n_of.update([kind, self.came])
         self.calls_of[kind] = calls
         self._mark()
