@@ -74,6 +74,10 @@ class Replaces(Callback):
     def after_batch(self):
         if self.train_iter==13: self.learn.ema.n = torch.zeros_like(self.learn.ema.n)
 
+def convs():
+    "Of which XLA:CPU makes something else in a loop than in a single step, in last digits"
+    return nn.Sequential(nn.Unflatten(1, (1,2,4)), nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(.3), nn.Linear(16, 3))
+
 class Remembers(nn.Module):
     "Adds a mean of the batches before, and a hidden state in a list"
     def __init__(self): super().__init__(); self.net,self.mean,self.hidden = net(),None,[]
@@ -95,7 +99,7 @@ def ema(): return EMACallback(decay=.9)
 CASES = dict(
     adam=({}, fit), sgd=(dict(opt_func=partial(SGD, mom=.9)), fit_until), adamw=(dict(opt_func=partial(OptimWrapper, opt=torch.optim.AdamW)), fit), ranger=(dict(opt_func=ranger), fit),
     clip=(lambda: dict(cbs=GradientClip(.1)), fit), bf16=(lambda: dict(cbs=MixedPrecision(amp_mode=AMPMode.BF16)), fit), mixup=(lambda: dict(cbs=MixUp()), fit), train_metrics=(dict(train_metrics=True), fit),
-    f1=(lambda: dict(train_metrics=True, metrics=[F1Score(average='macro'),accuracy]), fit), memory=(dict(model=Remembers), fit), checkpointed=(dict(model=Checkpointed), fit),
+    f1=(lambda: dict(train_metrics=True, metrics=[F1Score(average='macro'),accuracy]), fit), convs=(dict(model=convs), fit), memory=(dict(model=Remembers), fit), checkpointed=(dict(model=Checkpointed), fit),
     ema=(lambda: dict(cbs=ema()), fit), other_ema=(lambda: dict(cbs=[ema(),Replaces()]), fit), norms=(lambda: dict(cbs=NormMeter()), fit), groups=({}, freeze_and_thaw), lr_find=({}, lambda l: (l.lr_find(num_it=30, show_plot=False), fit(l))),
     reads=(lambda: dict(cbs=Reads()), fit), saves=(lambda: dict(cbs=Saves()), fit), evals=(lambda: dict(cbs=evals()), fit),
     cancel_batch=(lambda: dict(cbs=Raises(CancelBatchException(), 'before_batch')), fit), cancel_train=(lambda: dict(cbs=Raises(CancelTrainException())), fit),
@@ -257,10 +261,10 @@ def test_goes_on_where_it_was(tmp_path):
     def train(learn):
         with learn.no_bar(),learn.no_logging(): learn.fit(2, 1e-2)
         return to_host([*learn.model.state_dict().values()])
-    want = train(learner().to_tpu(steps_per_execution=TOGETHER))
+    want = train(learner(convs).to_tpu(steps_per_execution=TOGETHER))
     def resumes(): return resume_from(tmp_path/'run', every=7)
-    with pytest.raises(KeyboardInterrupt): train(learner(cbs=[resumes(),Raises(KeyboardInterrupt())]).to_tpu(steps_per_execution=TOGETHER))
-    again = learner(cbs=resumes()).to_tpu(steps_per_execution=TOGETHER)
+    with pytest.raises(KeyboardInterrupt): train(learner(convs, cbs=[resumes(),Raises(KeyboardInterrupt())]).to_tpu(steps_per_execution=TOGETHER))
+    again = learner(convs, cbs=resumes()).to_tpu(steps_per_execution=TOGETHER)
     got = train(again)
     assert len(again.recorder.losses)==40 and again.replay.n_together>=16
     assert all(map(torch.equal, got, want))
