@@ -5,7 +5,7 @@
     python benchmarks/bench.py --works vit --who 'hand fastai_xla scanned'     # what was tried and did not pay
     python benchmarks/bench.py --works resnet18 --who 'hand fastai_xla seldom'          # what it costs to show each loss
     python benchmarks/bench.py --works 'vit vit24' --who 'hand fastai_xla traced'       # what depth costs
-    python benchmarks/bench.py --works mlp --who 'hand together sharded_together' # what several steps in one program save
+    python benchmarks/bench.py --works mlp --who 'hand together sharded_together' --together 8 # what several steps in one program save
     python benchmarks/bench.py --works 'mlp resnet18 vit_tiny' --who 'hand fastai_xla' --tpu v5e-1  # beside what the chip would need
 
 Each contender trains in a process of its own, in turn with the others; a number is the median over the steps of all rounds. Host time
@@ -29,12 +29,12 @@ from pathlib import Path
 from fastcore.script import call_parse
 warnings.filterwarnings('ignore')
 
-BS,LR,WARM,CORES,TOGETHER = 16,1e-3,6,8,16
+BS,LR,WARM,CORES = 16,1e-3,6,8
 WORKS = dict(vit='timm ViT, 12 blocks of width 64, 16 px', resnet18='resnet18, 64 px', mlp='MLP of 8 layers')
 MORE = dict(vit24='timm ViT, 24 blocks of width 64, 16 px', vit_tiny='timm ViT-tiny, 12 blocks of width 192, 64 px')
 CONTENDERS = dict(hand='hand-written torch_xla loop, `torch.optim.AdamW`', syncfree='the same with `torch_xla.amp.syncfree.AdamW`', hand_sharded='the same, parameters and batches spread over 8 virtual cores by `mark_sharding`', naive='naive fastai: `model.to`, a callback that syncs',
                   fastai_xla='fastai_xla, one core', traced='the same with `to_tpu(replay=False)`', distributed='fastai_xla, distributed, 8 virtual cores', replica='one of its replicas, alone in its process', sharded='fastai_xla, sharded, 8 virtual cores',
-                  together=f'fastai_xla, one core, `to_tpu(steps_per_execution={TOGETHER})`', sharded_together='fastai_xla, sharded, the same', stock='fastai_xla with the optimizer step of fastai', accelerate='accelerate', lightning='Lightning')
+                  together='fastai_xla, one core, several steps in one program (`--together`)', sharded_together='fastai_xla, sharded, the same', stock='fastai_xla with the optimizer step of fastai', accelerate='accelerate', lightning='Lightning')
 TRIED = dict(scanned='fastai_xla, the blocks of the ViT by `scan_layers`',
              seldom='fastai_xla, one core, by `to_tpu(fetch_every=60)`: each second, the default, is each step where a step takes a second')
 
@@ -223,27 +223,27 @@ def run_lightning(work, n, tick):
 
 RUNS = dict(hand=run_hand, syncfree=partial(run_hand, syncfree=True), hand_sharded=partial(run_hand, sharded=True), naive=run_naive, fastai_xla=run_fastai_xla, traced=partial(run_fastai_xla, replay=False), distributed=run_distributed, replica=partial(run_distributed, cores=1), sharded=run_sharded,
             stock=partial(run_fastai_xla, stock=True), accelerate=run_accelerate, lightning=run_lightning, scanned=run_scanned,
-            together=partial(run_fastai_xla, steps_per_execution=TOGETHER), sharded_together=partial(run_sharded, steps_per_execution=TOGETHER),
+            together=run_fastai_xla, sharded_together=run_sharded,
             seldom=partial(run_fastai_xla, fetch_every=60.))
 
-def contend(work, who, n):
+def contend(work, who, n, together):
     "In a process of its own: train, and print what it cost"
     import torch
     torch.set_num_threads(1)
     several = who in ('together','sharded_together')
-    if several: n = max(n, 7*TOGETHER) # of which two programs are timed
-    tick = Ticks(n, TOGETHER if several else 1)
-    res = RUNS[who](work, n, tick)
+    if several: n = max(n, 7*together) # of which two programs are timed
+    tick = Ticks(n, together if several else 1)
+    res = RUNS[who](work, n, tick, **(dict(steps_per_execution=together) if several else {}))
     if who in STRANGERS and 'fastai_xla.patches' in sys.modules: raise RuntimeError(f'{who} was trained with the patches of fastai_xla in force')
     print('\nRESULT '+json.dumps(res if isinstance(res, dict) else dict(tick.result(), loss=res)), flush=True)
 
-def measure(work, who, n):
+def measure(work, who, n, together):
     "What a process of `who` printed, with XLA's account of its graph; None, with the end of its complaint, if it failed"
     from fastai_xla.monitor import read_dump, training_graph
     with tempfile.TemporaryDirectory() as dump:
         env = dict(os.environ, XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump} --xla_dump_hlo_as_text")
         if who not in ('distributed','sharded','sharded_together'): env['CPU_NUM_DEVICES'] = str(CORES if who=='hand_sharded' else 1)
-        res = subprocess.run([sys.executable, __file__, '--child', f'{work} {who}', '--steps', str(n)], capture_output=True, text=True, env=env)
+        res = subprocess.run([sys.executable, __file__, '--child', f'{work} {who}', '--steps', str(n), '--together', str(together)], capture_output=True, text=True, env=env)
         lines = [o for o in res.stdout.splitlines() if o.startswith('RESULT ')]
         if not lines: return print(f'{work} {who} failed: {res.stderr[-600:]}', file=sys.stderr)
         g = training_graph(read_dump(dump))
@@ -281,19 +281,20 @@ def main(
     who:str=' '.join(CONTENDERS), # Who trains
     rounds:int=2, # How often each trains
     steps:int=60, # Steps of a training, half of them timed and half of them counted
+    together:int=16, # Steps in one program, of the contenders `together` and `sharded_together`
     out:str='bench.json', # File for the numbers
     tpu:str='', # A described chip, such as 'v5e-1', for which steps are compiled too
     child:str='', # Train in this process: work and contender
 ):
     "Print a table for each work and write the numbers as JSON"
-    if child: return contend(*child.split(), steps)
+    if child: return contend(*child.split(), steps, together)
     here = [o for o in who.split() if o not in ('accelerate','lightning') or find_spec(o)]
     for o in set(who.split())-set(here): print(f'{o} is not installed, so it does not take part: `make bench` installs it\n')
     res = dict(machine=machine())
     for work in works.split():
         got = {o: [] for o in here}
         for _ in range(rounds):
-            for o in here: got[o].append(measure(work, o, steps))
+            for o in here: got[o].append(measure(work, o, steps, together))
         res[work] = {o: pool(r) for o,r in got.items() if all(r)}
         print(table(work, res[work]), '\n', flush=True)
         if tpu:
