@@ -88,6 +88,13 @@ class Remembers(nn.Module):
         self.hidden = [self.hidden[0]+x.detach().amax(0)]
         return self.net(x)
 
+class Overwrites(nn.Module):
+    "Has a buffer that a step writes and does not read"
+    def __init__(self): super().__init__(); self.net = net(); self.register_buffer('last', torch.zeros(8))
+    def forward(self, x):
+        if self.training: self.last.copy_(x.mean(0))
+        return self.net(x)
+
 class Checkpointed(nn.Module):
     "Draws the same random numbers in its backward pass again"
     def __init__(self): super().__init__(); self.body,self.head = nn.Sequential(nn.Linear(8, 32), nn.Dropout(.3), nn.GELU()),nn.Linear(32, 3)
@@ -99,7 +106,7 @@ def ema(): return EMACallback(decay=.9)
 CASES = dict(
     adam=({}, fit), sgd=(dict(opt_func=partial(SGD, mom=.9)), fit_until), adamw=(dict(opt_func=partial(OptimWrapper, opt=torch.optim.AdamW)), fit), ranger=(dict(opt_func=ranger), fit),
     clip=(lambda: dict(cbs=GradientClip(.1)), fit), bf16=(lambda: dict(cbs=MixedPrecision(amp_mode=AMPMode.BF16)), fit), mixup=(lambda: dict(cbs=MixUp()), fit), train_metrics=(dict(train_metrics=True), fit),
-    f1=(lambda: dict(train_metrics=True, metrics=[F1Score(average='macro'),accuracy]), fit), convs=(dict(model=convs), fit), memory=(dict(model=Remembers), fit), checkpointed=(dict(model=Checkpointed), fit),
+    f1=(lambda: dict(train_metrics=True, metrics=[F1Score(average='macro'),accuracy]), fit), convs=(dict(model=convs), fit), memory=(dict(model=Remembers), fit), overwrites=(dict(model=Overwrites), fit), checkpointed=(dict(model=Checkpointed), fit),
     ema=(lambda: dict(cbs=ema()), fit), other_ema=(lambda: dict(cbs=[ema(),Replaces()]), fit), norms=(lambda: dict(cbs=NormMeter()), fit), groups=({}, freeze_and_thaw), lr_find=({}, lambda l: (l.lr_find(num_it=30, show_plot=False), fit(l))),
     reads=(lambda: dict(cbs=Reads()), fit), saves=(lambda: dict(cbs=Saves()), fit), evals=(lambda: dict(cbs=evals()), fit),
     cancel_batch=(lambda: dict(cbs=Raises(CancelBatchException(), 'before_batch')), fit), cancel_train=(lambda: dict(cbs=Raises(CancelTrainException())), fit),
@@ -148,12 +155,15 @@ def test_over_cores():
 
 def test_one_execution_for_all():
     "No compilation but that of the loop, no read, and state in the memory that it had"
-    stats = XLAStats(warm=12)
-    learn = learner(partial(net, 40), cbs=stats).to_tpu(fetch_every=1e9, steps_per_execution=TOGETHER)
-    with learn.no_bar(),learn.no_logging(): learn.fit(2, 1e-2)
+    def stats_of(n):
+        learn = learner(partial(net, 40), cbs=(stats := XLAStats(warm=12))).to_tpu(fetch_every=1e9, steps_per_execution=n)
+        with learn.no_bar(),learn.no_logging(): learn.fit(2, 1e-2)
+        return learn,stats
+    _,single = stats_of(1)
+    learn,stats = stats_of(TOGETHER)
     steady = stats.steps[8:18]
     first, = [o for o in stats.steps if o.compiles]
-    assert first.aliases>10 and sum(o.reads for o in steady)==0
+    assert first.aliases==next(o for o in single.steps if o.compiles).aliases>10 and sum(o.reads for o in steady)==0
     assert 1<=sum(o.executions for o in steady)<=4
     assert repr(learn.replay).startswith('37 of 40 training steps were run again without tracing, 37 of them up to 4 in one program')
 
@@ -177,7 +187,7 @@ def looked(n):
 def test_weights_that_are_looked_at():
     "Each step by itself, which is said with what to do"
     (want,_),(got,replay) = looked(1),looked(TOGETHER)
-    assert got==pytest.approx(want, rel=1e-4) and replay.n_together==0 and replay.n_replayed>15
+    assert got==want and replay.n_together==0 and replay.n_replayed>15
     assert 'each by itself because the callback Looks has `after_batch`, which may read weights; if it doesn\'t, write `reads_weights = False`' in repr(replay)
 
 class Comes(Callback):
@@ -194,7 +204,7 @@ def come(n):
 
 def test_a_reader_that_comes():
     (want,_),(got,replay) = come(1),come(TOGETHER)
-    assert got==pytest.approx(want, rel=1e-4) and len(got)==6 and 0<replay.n_together<37
+    assert got==want and len(got)==6 and 0<replay.n_together<32
 
 class Validates(Callback):
     order,run_valid,replayable,reads_weights = 60,False,True,False
@@ -261,13 +271,13 @@ def test_goes_on_where_it_was(tmp_path):
     def train(learn):
         with learn.no_bar(),learn.no_logging(): learn.fit(2, 1e-2)
         return to_host([*learn.model.state_dict().values()])
-    want = train(learner(convs).to_tpu(steps_per_execution=TOGETHER))
+    single,want = [train(learner(convs).to_tpu(steps_per_execution=n)) for n in (1, TOGETHER)]
     def resumes(): return resume_from(tmp_path/'run', every=7)
     with pytest.raises(KeyboardInterrupt): train(learner(convs, cbs=[resumes(),Raises(KeyboardInterrupt())]).to_tpu(steps_per_execution=TOGETHER))
     again = learner(convs, cbs=resumes()).to_tpu(steps_per_execution=TOGETHER)
     got = train(again)
     assert len(again.recorder.losses)==40 and again.replay.n_together>=16
-    assert all(map(torch.equal, got, want))
+    assert leaves(got)==pytest.approx(leaves(single), rel=1e-4, abs=1e-6) and all(map(torch.equal, got, want))
 
 if __name__=='__main__':
     for case in sys.argv[1:]: print(case, check(case, sharded=True))

@@ -47,13 +47,15 @@ class StepPlans:
     def _kept(self): return {k: vars(self)[k] for k in ('n_replayed','n_traced','why')}
     def forget_why(self): self.odd,self.n_new,self.begins = None,0,True # what was in the way may be gone
 
-    def _note(self, plan, changed):
-        "Remember a traced step; after several that have `changed` something on the host, give up"
+    def _compare(self, plan):
+        "Compare a traced step with the one before of its kind, and let it have what that has"
         old = self.plans.get(self.key)
         self.differs = plan.differs(old)
-        plan.seen = 0 if changed else 1 if self.differs else old.seen+1
-        plan.agreed = plan.seen>1 and old.agreed
-        plan.loop = None if self.differs else old.loop
+        if not self.differs: plan.seen,plan.agreed,plan.loop = old.seen+1,old.agreed,old.loop
+
+    def _note(self, plan, changed):
+        "Remember a traced step, which was compared; after several that have `changed` something on the host, give up"
+        if changed: plan.seen,plan.agreed = 0,False
         self.plans[self.key],self.n_changes = plan,(self.n_changes+1 if changed else 0)
         self._note_new(self.differs and f'no step is like the one before: {self.differs}')
         if self.n_changes>self.confirm: self.odd = f'a step changes {changed}'
@@ -158,8 +160,9 @@ class PlanMaker(StepReasons):
         "The plan of a traced step, and its program compiled"
         program = self.capture.program(outs, self.numbers(learn))
         plan = replace(StepPlan.of(program, given, left), made=self.made(learn))
-        self._note(plan, changed)
+        self._compare(plan)
         self._compile(plan)
+        self._note(plan, changed)
         return plan
 
 # %% ../../nbs/457_train.plans.ipynb #step-tracing

@@ -128,8 +128,6 @@ class StepsTogether(BatchReplay):
         why = self.reader or self.apart
         return f', each by itself because {why}' if why else f', {self.n_together} of them up to {self.together} in one program'
 
-def _replays(learn): return [vars(cb)['replay'] for cb in learn.cbs if 'replay' in vars(cb)]
-
 # %% ../../nbs/460_train.replay.ipynb #replay
 class StepReplay(StepsTogether):
     "Runs the training steps of a Learner again, and by `valid` the batches of its validation"
@@ -184,5 +182,6 @@ class StepReplay(StepsTogether):
 @patch(as_prop=True)
 def replay(self:Learner):
     "How many training steps and batches of validation were run again without tracing, and why others were not"
-    if found := _replays(self): return found[0]
+    for cb in self.cbs:
+        if 'replay' in vars(cb): return vars(cb)['replay']
     raise RuntimeError("This Learner trains without a TPU, or in other processes: call `learn.to_tpu()` first.")

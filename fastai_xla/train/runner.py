@@ -11,7 +11,6 @@ __all__ = ['WaitingSteps', 'StepWaiting', 'PlanRunner']
 from contextlib import contextmanager
 from itertools import islice
 from typing import NamedTuple
-import torch
 from fastai.callback.fp16 import MixedPrecision
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from .late import Owed

@@ -10,7 +10,7 @@ __all__ = ['LoopArgs', 'loop_computation', 'StepLoop', 'LoopCapture']
 # %% ../../nbs/443_train.step_loop.ipynb #imports
 from typing import NamedTuple
 import torch
-from ..runtime.device import torch_xla, xr
+from ..runtime.device import xr
 from ..runtime.transfer import send
 from ..patches.builder import hlo_number, hlo_part, hlo_with
 from .pending import _lib, compile_graph, data_ids, graph_key, tensor_id
