@@ -128,7 +128,7 @@ SEAMS = '''start_iter DeviceDL Shipment EventTeller lengthen_lr_find run_along r
     StateRestorer FitResumer hlo_number count_step hlo_message compile_options ProgramReport CutReport ProgramLog tpu_advice trace_phase StepReports TPUReport scope_of unpack_call written_places held_bytes MidStep StepNoter step_times meter_row meter_line
     speed_text MeterSums MeterRates ProfiledSteps plot_steps time_fit gloo_device start_host rehearse device_span host_span HostShare host_pieces HostDraws
     assemble part_of collect_parts write_by_hosts write_pieces write_state write_progress MeshTrainer bar_says fit_line seconds_left left_text EpochClock
-    step_metrics step_code step_owners HostLook ValueLook users_code StepReasons PlanMaker StepWaiting PlanRunner is_trusted is_quiet holders_of host_state'''.split()
+    step_metrics step_code step_owners step_records HostLook ValueLook users_code StepReasons PlanMaker StepWaiting PlanRunner is_trusted is_quiet holders_of host_state'''.split()
 
 def options(f):
     "The parameters of `f` that say they are numbers, words or switches"

@@ -97,7 +97,7 @@ def test_what_a_program_takes_is_kept_until_it_has_run(monkeypatch):
     kept,stock,wait = [],StepCapture._execute,StepCapture.wait
     def noted(self, program, ins, ts, next_seed=None):
         before,res = self.made,stock(self, program, ins, ts, next_seed)
-        kept.append((self.used[0] is ins, self.used[1] is before, [tensor_id(t) for t in self.made]==[tensor_id(self.named[k]) for k in program.written]))
+        kept.append((self.used is ins, self.old is before, [tensor_id(t) for t in self.made]==[tensor_id(self.named[k]) for k in program.written]))
         return res
     def waited(self):
         wait(self)
@@ -320,6 +320,26 @@ def test_checked_again(monkeypatch):
     learn.replay.check_every = 5
     with learn.no_bar(),learn.no_logging(): learn.fit(1, 1e-2)
     eq((learn.replay.n_replayed, learn.replay.n_traced, len(looks)), (32,8,4)) # 2 traced, then 5 and 1 in turn
+
+def n_calls(f):
+    "Calls, of Python's functions and C's, until `f()` returns"
+    n = [0]
+    sys.setprofile(lambda frame, event, arg: n.__setitem__(0, n[0]+('call' in event)))
+    try: f()
+    finally: sys.setprofile(None)
+    return n[0]
+
+def test_long_fits():
+    "To look for the tensors of a step takes no longer after many steps, of which Recorder and schedules have a number each"
+    class Looks(Callback):
+        replayable,reads_weights,run_valid,n = True,False,False,()
+        def after_batch(self):
+            if self.train_iter in (10, 300): self.n = *self.n,n_calls(self.learn.replay.parts.found)
+    learn = learner(n=2400, cbs=Looks()).to_tpu()
+    with learn.no_bar(),learn.no_logging(): learn.fit_one_cycle(1, 1e-2)
+    assert len(learn.recorder.losses)==len(learn.recorder.hps['lr'])==300 and learn.replay.n_replayed>290
+    early,late = learn.looks.n
+    assert late<1.2*early, learn.looks.n # in proportion to the steps it was 7.7 times
 
 def test_tta():
     "Each of its passes is a loop of its own, whose batches are run again"

@@ -23,7 +23,8 @@ from .counts import will_read
 # %% ../../nbs/030_runtime.transfer.ipynb #on-xla
 def on_xla(t):
     "Is `t` a tensor of an XLA device?"
-    return isinstance(t, torch.Tensor) and t.device.type=='xla'
+    if not isinstance(t, torch.Tensor): return False
+    with torch._C.DisableTorchFunctionSubclass(): return t.is_xla # fastai's types ask theirs of each attribute
 
 def on_cpu(t):
     "Is `t` a tensor of the host?"
@@ -44,9 +45,14 @@ def _like_dict(vals, old):
     res.update(vals)
     return res
 
+_nests = dict,list,tuple,L
+
 def _selected(b, select):
-    if isinstance(b, (dict,list,tuple,L)): return [o for v in (b.values() if isinstance(b, dict) else b) for o in _selected(v, select)]
-    return [b] if select(b) else []
+    if not isinstance(b, _nests): return [b] if select(b) else []
+    vs = b.values() if isinstance(b, dict) else b
+    kinds = {*map(type, vs)} # which are few, where a Recorder has a number of each step
+    if any(issubclass(k, _nests) for k in kinds): return [o for v in vs for o in _selected(v, select)]
+    return [*filter(select, vs)] if any(issubclass(k, torch.Tensor) for k in kinds) else []
 
 def tensors_of(
     b, # Nested tuples, lists and dicts with tensors

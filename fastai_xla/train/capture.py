@@ -72,7 +72,7 @@ class StepTracer(StepSeeds):
         device, # XLA device
     ):
         super().__init__(device)
-        self.n_ops,self.n_copies,self.used,self.made = None,None,(),()
+        self.n_ops,self.n_copies,self.used,self.made,self.old = None,None,(),(),()
         self.real = [] if xr.is_spmd() else _lib()._xla_real_devices([self.device])
 
     def wait(self):
@@ -94,7 +94,7 @@ class StepTracer(StepSeeds):
     def begin(self, state, given, spent=()):
         "Before the step, when nothing is left to compute; `state` changes in place, `given` is what else it may take, by number `spent` what else may change"
         self.wait()
-        self.made = ()
+        self.made = self.old = ()
         self.state,self.slots,self.spent = state,{**self._slots('given', given), **self._slots('state', state)},{k: given[k] for k in spent}
         self.taken = frozenset(map(node_id, state)) # now that each is in a graph
         self.seed_id = tensor_id(self.begin_seed())
@@ -142,10 +142,12 @@ class StepCapture(StepTracer):
         finally:
             if res:
                 deque(map(setattr, ts, repeat('data'), res[0]), 0) # not `_replace_xla_tensor`, after which `t.detach()` is the old value
-                if not xr.is_spmd(): self.used,self.made = (ins, self.made),res[0][:len(program.written)]
+                if not xr.is_spmd(): self._keep(ins, res[0][:len(program.written)])
                 if next_seed is not None: _lib()._xla_set_rng_seed(next_seed, self.device)
         self.n_copies = n_copies()
         return res[0]
+
+    def _keep(self, ins, made): self.used,self.old,self.made = ins,self.made,made # what was old is let go of while the device is at work
 
     def rest(self, sync, state=()):
         "Run by `sync` what others have left, copies of `state` too, if there is any; the next step draws random numbers as if it was all one graph"
@@ -169,8 +171,9 @@ class StepCapture(StepTracer):
     def run(self, program, state, given, numbers, seeds=None):
         "Run `program` again with what these are now; returns its other results. The `seeds` of a step that has waited are those that it had"
         ins = self.inputs.of(program, state, given, numbers, self.seeds_for(program) if seeds is None else seeds)
+        written = [state[k] for k in program.written]
         self.wait() # `_run_cached_graph` does too, but holds the interpreter's lock
-        return self._execute(program, ins, [state[k] for k in program.written], self.next_seed if seeds is None else None)[len(program.written):]
+        return self._execute(program, ins, written, self.next_seed if seeds is None else None)[len(written):]
 
 # %% ../../nbs/440_train.capture.ipynb #plan
 def shape_of(

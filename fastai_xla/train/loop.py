@@ -12,8 +12,8 @@ from bisect import bisect_right
 from inspect import getclosurevars
 from operator import attrgetter
 from weakref import ref, WeakKeyDictionary
-import numpy as np
-from fastai.basics import Callback, Learner, Recorder
+import numpy as np, torch
+from fastai.basics import Callback, CastToTensor, Learner, Recorder
 from fastai.callback.schedule import ParamScheduler
 from fastcore.all import noop
 from ..runtime.transfer import tensors_of
@@ -85,6 +85,17 @@ def _schedule(cb, stock):
     learn = cb.learn
     if '_update_val' in vars(cb) or type(cb)._update_val is not ParamScheduler._update_val: return stock()
     for n,f in cb.scheds.items(): learn.opt.set_hyper(n, _quick_schedule(f)(learn.pct_train))
+
+# %% ../../nbs/435_train.loop.ipynb #cast
+def _as_plain(b):
+    if isinstance(b, tuple): return tuple(map(_as_plain, b))
+    if not isinstance(b, torch.Tensor): return b
+    with torch._C.DisableTorchFunctionSubclass(): t = torch.as_subclass(b, torch.Tensor)
+    t.__dict__ = b.__dict__
+    return t
+
+@stand_in(CastToTensor, 'before_batch')
+def _cast(cb, stock): cb.learn.xb,cb.learn.yb = _as_plain(cb.learn.xb),_as_plain(cb.learn.yb)
 
 # %% ../../nbs/435_train.loop.ipynb #record
 @stand_in(Recorder, 'after_batch')

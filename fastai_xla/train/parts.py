@@ -19,7 +19,7 @@ from .capture import shape_of, StepLeft
 from .serials import serial
 from .look import HostLook, module_internals
 from .watch import HostWatch
-from .effects import step_owners
+from .effects import step_owners, step_records
 from .model_look import ModelLook
 
 # %% ../../nbs/455_train.parts.ipynb #kind
@@ -61,6 +61,7 @@ class StepKind(ModelLook):
         super().__init__(learn, watch or HostWatch())
         self.state = list({id(t): t for t in (*self.placed(learn).values(), *waiting)}.values())
         self.state_ids,self.owners = {id(t) for t in self.state},step_owners(learn, self.mods, self.training)
+        self.records = step_records(learn, self.training)
         if self.training: self.count_state(learn)
         self.adds = next((cb for cb in learn.cbs if isinstance(cb, GradientAccumulation) and cb.run), None) if self.training else None
         if self.adds: self.owners['grads'] = Gradients(self.params)
@@ -93,7 +94,7 @@ class ReplayParts(StepKind):
     "The parts of a Learner as its steps find them"
     def found(self):
         "Each attribute that has tensors of the device, as (place, tensors)"
-        return [((name,k), ts) for name,owner in self.owners.items() for k,ts in tensors_in(owner, module_internals).items()]
+        return [((name,k), ts) for name,owner in self.owners.items() for k,ts in tensors_in(owner, self.records.get(id(owner), module_internals)).items()]
 
     def tensors(self, place): return xla_tensors(self.owners[place[0]].get(place[1]))
 
