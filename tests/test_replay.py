@@ -341,6 +341,63 @@ def test_long_fits():
     early,late = learn.looks.n
     assert late<1.2*early, learn.looks.n # in proportion to the steps it was 7.7 times
 
+def test_short_epochs(monkeypatch):
+    "What takes long is looked for at the 1st, 2nd, 4th ... traced step of its kind, and not in each epoch or fit anew"
+    from fastai_xla.train import plans
+    looks = {k: 0 for k in ('kept_of_step','shares_memory')}
+    def counted(k, f):
+        def look(*args):
+            looks[k] += 1
+            return f(*args)
+        return look
+    for k in looks: monkeypatch.setattr(plans, k, counted(k, getattr(plans, k)))
+    learn = learner().to_tpu()
+    with learn.no_bar(),learn.no_logging():
+        learn.fit(6, 1e-2)
+        eq((learn.replay.n_replayed, learn.replay.n_traced, looks), (53,7, dict(kept_of_step=3, shares_memory=1)))
+        learn.fit(1, 1e-2)
+    eq(looks, dict(kept_of_step=4, shares_memory=1))
+
+@pytest.mark.parametrize('event', ['before_epoch','before_train','after_train','before_validate','after_validate','after_epoch'])
+def test_copies_between_loops(event):
+    "Weights that are copied between two loops stay what they were, though a step that is run again writes in place"
+    class Copies(Callback):
+        replayable = True
+        def before_fit(self): self.copies = []
+    def copy(self): self.copies.append([torch.empty_like(p).copy_(p.detach()) for p in self.model.parameters()])
+    setattr(Copies, event, copy)
+    got = []
+    for replay in (False,True):
+        learn = learner(cbs=Copies())
+        outcome(learn, replay, lambda o: o.fit(4, 1e-2))
+        got.append(to_host(learn.copies.copies))
+        if replay: assert learn.replay.n_replayed>=31, learn.replay
+    eq(*got)
+
+@pytest.mark.parametrize('when', ['before_epoch','between fits'])
+@pytest.mark.parametrize('name', [lambda p: p.detach(), lambda p: p.data, lambda p: p.detach()[0]], ids='detach data view'.split())
+def test_names_between_loops(monkeypatch, name, when):
+    "A name of a weight that is kept, where no callback has it, once steps are run again: it goes on to be the weight, and its use ends no process"
+    monkeypatch.setattr(torch, 'names', [], raising=False)
+    class Names(Callback):
+        replayable = True
+    def keep(self):
+        if self.n_epoch==4 and self.epoch==2: torch.names.append(name(self.model[0].weight))
+    if when!='between fits': setattr(Names, when, keep)
+    def train(learn):
+        learn.fit(4, 1e-2)
+        if when=='between fits': torch.names.append(name(learn.model[0].weight))
+        learn.fit(2, 1e-2)
+    got = []
+    for replay in (False,True):
+        torch.names.clear()
+        learn = learner(cbs=Names())
+        outcome(learn, replay, train)
+        got.append(to_host((torch.names, name(learn.model[0].weight))))
+    eq(*got)
+    eq(got[1][0], [got[1][1]])
+    assert learn.replay.n_replayed>15 and 'keeps' in learn.replay.why, learn.replay
+
 def test_tta():
     "Each of its passes is a loop of its own, whose batches are run again"
     got = []

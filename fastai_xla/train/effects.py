@@ -162,8 +162,11 @@ def shares_memory(
 ):
     "Has another tensor the memory of one of `state`, as `copy_` leaves it? Other names of these are not counted"
     with _no_gc():
-        own,ids = {o for t in state for o in data_ids(t)[:1]},{tensor_id(t) for t in state}
-        return any(o in own for t in python_tensors(state[0].device) if not _has_id(t, ids) for o in data_ids(t)[:1])
+        ids = {tensor_id(t) for t in state}
+        others = [t for t in python_tensors(state[0].device) if not _has_id(t, ids)]
+        for t in (*state, *others): data_ids(t) # who is asked for the first time may give its memory a number of its own
+        own = {o for t in state for o in data_ids(t)[:1]}
+        return any(o in own for t in others for o in data_ids(t)[:1])
 
 # %% ../../nbs/450_train.effects.ipynb #shared
 def _containers(v, state):
@@ -181,10 +184,12 @@ def shared_of_step(
 ):
     "What a traced step leaves that is held elsewhere too, where a step which is run again would not change it, in words; None if nothing"
     parts = [_containers(owner[k], state) for owner,k in left]
-    known = {id(o) for o in (parts, *parts, *ours, *owners, *chain.from_iterable(parts))}
+    every = [*chain.from_iterable(parts)]
+    known = {id(o) for o in (parts, *parts, every, *ours, *owners, *every)}
+    def is_kept(own): return any(known.isdisjoint(_with_attributes(o)) and not isinstance(o, (FrameType,StepGiven)) for o in _referrers(own))
+    kept = is_kept(every) # asked of all at once, as it takes long
     for own,(owner,k) in zip(parts, left):
-        others = [o for o in _referrers(own) if known.isdisjoint(_with_attributes(o)) and not isinstance(o, (FrameType,StepGiven))]
-        if others: return f'something keeps the tensors of `{k}` elsewhere too'
+        if kept and is_kept(own): return f'something keeps the tensors of `{k}` elsewhere too'
         if len(own)>1 and sum(v is owner[k] for o in owners for v in o.values())>1: return f'two attributes share `{k}`, a {type(owner[k]).__name__} of tensors'
 
 # %% ../../nbs/450_train.effects.ipynb #loose

@@ -6,7 +6,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/train.pending.html.md"""
 
 # %% auto #0
 __all__ = ['pending', 'n_pending', 'xla_tensors', 'tensors_in', 'shell_of', 'filled', 'tensor_id', 'node_id', 'in_graphs',
-           'data_ids', 'graph_key', 'compile_graph']
+           'n_names', 'data_ids', 'graph_key', 'compile_graph']
 
 # %% ../../nbs/437_train.pending.ipynb #imports
 import threading
@@ -75,6 +75,12 @@ def in_graphs(
 ):
     "Is one of `ts` in a graph since it was computed?"
     return ',' in ''.join(map(_lib()._unique_id_for_ir_and_data, ts))
+
+def n_names(
+    t, # XLA tensor
+):
+    "How many tensors have the memory of `t` by `detach()`, `data` or as a view, itself included"
+    return torch._C._storage_Use_Count(t.untyped_storage()._cdata)-1 # without the one that is asked
 
 def data_ids(
     t, # XLA tensor

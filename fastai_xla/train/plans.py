@@ -23,7 +23,7 @@ from .look import CannotSee
 from .watch import HostWatch
 from .makers import step_code
 from .effects import first_change, host_state, kept_of_step, shared_of_step, shares_memory
-from .pending import n_pending
+from .pending import n_names, n_pending
 from .capture import shape_of, StepGiven, StepPlan
 from .parts import ReplayParts
 
@@ -65,11 +65,16 @@ class StepPlans:
         self.n_new = self.n_new+1 if why else 0
         if self.n_new>=most*self.confirm: self.odd = why
 
-    def _looks(self, n_left):
-        "Look for what a traced step has left elsewhere? It takes long: at the 1st, 2nd, 4th, 8th ... of a loop, or when it is not as much as last time"
+    def _doubt(self):
+        "What was known of steps like this one may hold no longer"
+        self.looks.pop(self.key, None)
+        if plan := self.plans.get(self.key): plan.seen,plan.agreed = 0,False
+
+    def _looks(self, left):
+        "Look for what a traced step has left elsewhere? It takes long: at the 1st, 2nd, 4th, 8th ... of its kind, or when `left` is not as last time"
         n,before = self.looks.get(self.key, (0,None))
-        self.looks[self.key] = n+1,n_left
-        return n_left!=before or not n & n+1
+        self.looks[self.key] = n+1,left
+        return left!=before or not n & n+1
 
 # %% ../../nbs/457_train.plans.ipynb #agreed
 class AgreedPlans(StepPlans):
@@ -134,7 +139,7 @@ class StepReasons(AgreedPlans):
         if self.capture.draws_at_end() is None: return "a step sets the seed of the device's random numbers"
         if left is None: return self._kept_elsewhere() or 'a step sends tensors of its own'
         if any(getattr(xm._get_device_context(), o, ()) for o in ('step_closures','async_step_closures')): return 'a step adds closures, which must run in each'
-        if not self._looks(n_pending(self.capture.device)): return
+        if not self._looks((n_pending(self.capture.device), *map(n_names, self.parts.state))): return
         return self._held_elsewhere(left, ours) or self._kept_elsewhere()
 
     def _kept_elsewhere(self):
@@ -168,17 +173,19 @@ class PlanMaker(StepReasons):
 # %% ../../nbs/457_train.plans.ipynb #step-tracing
 class StepTracing(PlanMaker):
     "Makes plans of the steps that are traced"
-    parts_of,waiting = ReplayParts,()
+    parts_of,waiting,capture,n_copies = ReplayParts,(),None,None
     def let_go(self):
         self.watch.drop()
+        if self.capture: self.n_copies = self.capture.n_copies # of the next loop, where nobody has copied since
         self.capture = self.parts = self.open = self.waiting = None # a tensor that a failed graph has left spoils every later graph
 
     def _begin(self, learn):
         "Before a step is traced"
         self.parts = parts = self.parts_of(learn, self.waiting, self.watch)
+        may_share = self.capture.may_share(parts.state) # asked before what others have left is run: then no state is in their graphs
         self.capture.rest(learn.dl.sync, parts.state)
         self.key,self.open,self.blocked = parts.key(learn),[],parts.alias() or self._look(learn)
-        self.shared = self.capture.may_share(parts.state) and shares_memory(parts.state)
+        self.shared = may_share and shares_memory(parts.state)
         if self.blocked or self.shared: return
         self.open = [StepGiven(t, place, shape_of(t)) for place,ts in parts.found() for t in ts]
         self.capture.begin(parts.state, [o.t for o in self.open], [i for i,o in enumerate(self.open) if o.place[0]=='grads'])
@@ -206,7 +213,9 @@ class StepTracing(PlanMaker):
         leave_loss(learn)
         if new := [k[-1] for k,t in parts.placed(learn).items() if id(t) not in parts.state_ids]: return self._note_new(f'each step makes a new `{new[0]}`', 2)
         outs,left = parts.left(given)
-        if why := self._why_no_program(learn, left, (outs, own, *own.values())): return self._refuse(None if begins else why)
+        if why := self._why_no_program(learn, left, (outs, own, *own.values())):
+            self._doubt()
+            return self._refuse(None if begins else why)
         try: plan = learn.dl.sync(lambda: self._planned(learn, given, outs, left, changed))
         except ValueError: return False # the compiler refuses it, and says so again
         parts.fill(left, learn.dl.sync(lambda: self._finish(plan)), [o.t for o in given])

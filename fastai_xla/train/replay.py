@@ -44,11 +44,11 @@ class BatchReplay(PlanRunner):
         why=None, # Why this cannot be done where `learn` is, in words
     ):
         "Lend `learn` batches that are run again, unless something stands against it"
-        self.ran,self.waiting,self.looks,self.why = False,waiting,{},why or (None if self.on else '`replay=False` was asked for')
+        self.ran,self.waiting,self.why = False,waiting,why or (None if self.on else '`replay=False` was asked for')
         if self.why: return
         self.watch.add(*users_code(learn, self.training))
         self.capture = LoopCapture(device)
-        self.alone,self.untold,self.wait,self.n_unready = self._is_alone(),[],1,0
+        self.alone,self.untold,self.wait,self.n_unready,self.capture.n_copies = self._is_alone(),[],1,0,self.n_copies
         (self.gap,),self.why = self._ask(self.odd or self._code(learn), [self.gap])
         for p in self.plans.values(): p.since = self.check_every
         if self.why: return
