@@ -79,8 +79,8 @@ def in_graphs(
 def n_names(
     t, # XLA tensor
 ):
-    "How many tensors have the memory of `t` by `detach()`, `data` or as a view, itself included"
-    return torch._C._storage_Use_Count(t.untyped_storage()._cdata)-1 # without the one that is asked
+    "A number that grows by one with each further tensor that is `t` by `detach()` or `data`, or a view of it"
+    return torch._C._storage_Use_Count(t.untyped_storage()._cdata)
 
 def data_ids(
     t, # XLA tensor
