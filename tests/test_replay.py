@@ -398,6 +398,33 @@ def test_names_between_loops(monkeypatch, name, when):
     eq(got[1][0], [got[1][1]])
     assert learn.replay.n_replayed>15 and 'keeps' in learn.replay.why, learn.replay
 
+class ValidatesAverage(Callback):
+    "Validates with an average of the weights, as is often written by hand"
+    replayable = True
+    def before_fit(self): self.ema = [p.detach().clone() for p in self.model.parameters()] if self.n_epoch==4 else self.ema
+    @torch.no_grad()
+    def after_train(self):
+        for e,p in zip(self.ema, self.model.parameters()): e.lerp_(p, .5)
+    @torch.no_grad()
+    def _set(self, ts):
+        for t,p in zip(ts, self.model.parameters()): p.copy_(t)
+    def before_validate(self):
+        self.own = [p.detach().clone() for p in self.model.parameters()]
+        self._set(self.ema)
+    def after_validate(self): self._set(self.own)
+
+class GoesBack(Callback):
+    "To the weights that the first epoch has left"
+    replayable = True
+    def after_epoch(self):
+        if self.n_epoch==4 and not self.epoch: self.first = {k: v.clone() for k,v in self.model.state_dict().items()}
+        elif self.epoch%2==0: self.model.load_state_dict(self.first)
+
+@pytest.mark.parametrize('cb', [ValidatesAverage, GoesBack])
+def test_weights_are_set_between_loops(cb):
+    learn = both(lambda: learner(cbs=cb(), n_valid=40), lambda o: (o.fit(4, 1e-2), o.fit(3, 1e-2)))
+    assert learn.replay.n_replayed>=60 and learn.replay.valid.n_replayed>=25, learn.replay
+
 def test_tta():
     "Each of its passes is a loop of its own, whose batches are run again"
     got = []
