@@ -173,7 +173,7 @@ class _Look(_Barrier):
         self.told = True
         self.store.set(f'at/{self.rank}', repr((step, i, group)))
         self.left.update(self._read('left'))
-        told = {r: ast.literal_eval(o) for r,o in self._read('at').items()}
+        told = {r: ast.literal_eval(o) for r,o in self._read('at').items() if o} # a store that is about to end may answer with nothing
         return {r: o for r,o in told.items() if not all(self.store.check([f'{o[2]}/{o[1]}/{m}']) for m in o[2])}
 
     def _late(self, step, missing, told):
