@@ -34,7 +34,7 @@ def fitted(cbs=None, pool=True, epochs=1, **kwargs):
     learn.fit(epochs, 1e-2)
     return learn
 
-def pids(): return [p.pid for p in get_pool(2)._procs]
+def pids(): return [p.pid for p in get_pool(2)._crew.procs]
 
 def raised(f):
     try: f()

@@ -218,9 +218,9 @@ def test_a_second_fit_compiles_nothing():
 def test_two_learners_share_the_pool():
     b,c = (learner().to_tpu_distributed(n_cores=N) for _ in range(2))
     b.fit(1)
-    pids = [p.pid for p in get_pool(N)._procs]
+    pids = [p.pid for p in get_pool(N)._crew.procs]
     c.fit(1)
-    assert [p.pid for p in get_pool(N)._procs]==pids
+    assert [p.pid for p in get_pool(N)._crew.procs]==pids
     b.detach_tpu_distributed()
     assert get_pool(N).is_open and not hasattr(b, 'tpu_pool_trainer')
     c.validate()
@@ -246,7 +246,7 @@ class Slow(Callback):
 def test_ctrl_c_keeps_what_was_reached():
     b = learner(cbs=Slow()).to_tpu_distributed(n_cores=N)
     b.fit(1)
-    before,pids = [p.clone() for p in b.model.parameters()],[p.pid for p in get_pool(N)._procs]
+    before,pids = [p.clone() for p in b.model.parameters()],[p.pid for p in get_pool(N)._crew.procs]
     def interrupt():
         while not 3<len(b.recorder.losses)<600: time.sleep(.05)
         os.kill(os.getpid(), signal.SIGINT)
@@ -256,7 +256,7 @@ def test_ctrl_c_keeps_what_was_reached():
     n = len(b.recorder.losses)
     assert 0<n<600 and not all(torch.equal(p, q) for p,q in zip(before, b.model.parameters()))
     assert b.opt.state[next(b.model.parameters())]['step']==n+6, 'optimizer and weights are of the same moment'
-    assert [p.pid for p in get_pool(N)._procs]==pids, 'the replicas live on'
+    assert [p.pid for p in get_pool(N)._crew.procs]==pids, 'the replicas live on'
     b.remove_cbs(Slow)
     b.fit(1)
 
@@ -264,7 +264,7 @@ def test_one_core():
     a,b = learner(),learner().to_tpu_distributed(n_cores=1)
     both(lambda o: o.fit_one_cycle(1, .02), a, b)
     same_state(a, b)
-    assert len(get_pool(1)._procs)==1
+    assert len(get_pool(1)._crew.procs)==1
 
 def test_what_cannot_be_sent_is_named():
     b = learner().to_tpu_distributed(n_cores=N)

@@ -24,7 +24,7 @@ def gone(pids, seconds=8):
     while time.time()<until and any(map(runs, pids)): time.sleep(.05)
     return not any(map(runs, pids))
 
-def pids(pool): return [p.pid for p in pool._procs]
+def pids(pool): return [p.pid for p in pool._crew.procs]
 def pid(rank): return os.getpid()
 
 # ---- calls
@@ -230,7 +230,7 @@ def f(rank):
 try: pool.run(f)
 except KeyboardInterrupt as e: print(len(e.results), len(set(e.results)), pool.is_open)
 print(pool.run(lambda rank: rank))
-print(pool._procs[0].pid)"""
+print(pool._crew.procs[0].pid)"""
 
 def test_notebook():
     "What its cells define travels with their source; Jupyter sends SIGINT to the kernel's process group; prints are live; a killed kernel leaves nothing"
@@ -267,7 +267,7 @@ def test_uneven_replicas_fail_in_seconds(pool):
 def test_idle_pool_that_was_killed_is_replaced(pool):
     old = pool.run(pid)
     os.kill(old[0], signal.SIGKILL)
-    pool._procs[0].wait(5)
+    pool._crew.procs[0].wait(5)
     assert not pool.is_open and pool.run(pid) != old
 
 def test_error_in_on_message(pool):
@@ -279,7 +279,7 @@ def test_close_is_fast_and_runs_exit_handlers(tmp_path):
     def f(rank, path): __import__('atexit').register(lambda: (path/'left').touch())
     with TPUPool(1) as p:
         p.run(f, tmp_path)
-        process,start = p._procs[0],time.time()
+        process,start = p._crew.procs[0],time.time()
     assert time.time()-start < 2 and process.returncode==0 and (tmp_path/'left').exists()
 
 def test_one_pool_at_a_time_and_none_that_was_collected(pool):

@@ -40,7 +40,7 @@ def test_each_is_one_of_three(pool):
     *res,pids = zip(*each(pool, f))
     same = (3,)*3,(1,)*3
     assert res==[(0,1,2), same[0], (0,1,2), (0,1,2), same[0], same[0], (0,)*3, same[0], same[1], same[0], ('xla:0',)*3, (0,1,2), (True,False,False)]
-    assert {*pids}=={p.pid for p in pool._procs} and len({*pids})==3
+    assert {*pids}=={p.pid for p in pool._crew.procs} and len({*pids})==3
     assert TPUPool().n_cores==TPUPool().n_procs==n_cores()==n_processes()==N and TPUPool(1).n_procs==1
 
 # ---- collectives, by hand
@@ -162,9 +162,9 @@ def boom(r, put):
 def test_error_of_one(pool):
     "its own, with the processes kept; the peers know whom they waited for"
     each(pool, lambda r, put: 0)
-    pids = [p.pid for p in pool._procs]
+    pids = [p.pid for p in pool._crew.procs]
     e = fails(pool, boom, '(?s)Rank 1 failed.*ValueError: boom', ValueError, 1)
-    assert e.kept and [p.pid for p in pool._procs]==pids
+    assert e.kept and [p.pid for p in pool._crew.procs]==pids
     def told(r, put):
         try: boom(r, put)
         except ReplicaError as e:
@@ -186,7 +186,7 @@ def test_ranks_that_part(pool, f, text): fails(pool, f, text)
 
 def test_killed(pool):
     each(pool, lambda r, put: 0)
-    pids = [p.pid for p in pool._procs]
+    pids = [p.pid for p in pool._crew.procs]
     def f(r, put): os.kill(os.getpid(), signal.SIGKILL) if r==1 else xm.rendezvous('x')
     fails(pool, f, 'The process of rank 1 was killed by SIGKILL', rank=1)
     assert not pool.is_open and not any(map(psutil.pid_exists, pids))

@@ -12,11 +12,7 @@ from fresh import repo, run, run_ok
 from fastai_xla.train.capture import StepCapture
 from fastai_xla.train.pending import tensor_id
 from torch.nn import functional as F
-
-def is_same(a, b):
-    if isinstance(a, (list,tuple)): return len(a)==len(b) and all(map(is_same, a, b))
-    if isinstance(a, dict): return a.keys()==b.keys() and all(is_same(a[k], b[k]) for k in a)
-    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a==b
+from traced import is_close, is_same, trace_all
 
 def eq(a, b): assert is_same(a, b), f"{a}\n!=\n{b}"
 
@@ -33,9 +29,10 @@ def learner(model=None, n=80, n_last=0, n_valid=20, opt_func=Adam, loss_func=Non
 
 def one_cycle(learn): learn.fit_one_cycle(2, 1e-2)
 
-def outcome(learn, replay, train=one_cycle, **kwargs):
+def outcome(learn, replay, train=one_cycle, programs=False, **kwargs):
     "Train, and return what came of it: losses, values, weights and optimizer state"
     learn.to_tpu(replay=replay, **kwargs)
+    if programs: trace_all(learn)
     with learn.no_bar(),learn.no_logging(): train(learn)
     states = [{k: to_host(v) for k,v in p[2].items()} for p in learn.opt.all_params()]
     return [float(o) for o in learn.recorder.losses], [list(o) for o in learn.recorder.values], to_host(dict(learn.model.state_dict())), states
@@ -161,9 +158,15 @@ def test_accumulates(kwargs, n):
     def train(learn):
         one_cycle(learn)
         grads.append([None if p.grad is None else to_host(p.grad) for p in learn.model.parameters()])
-    grads,make = [],kwargs.pop('cbs', lambda: [GradientAccumulation(24)])
-    learn = both(lambda: learner(cbs=make(), **kwargs), train)
-    eq(*grads)
+    learns,grads,cbs = [],[],kwargs.pop('cbs', lambda: [GradientAccumulation(24)])
+    def end(*args, **how):
+        learns.append(learner(cbs=cbs(), **kwargs))
+        return outcome(learns[-1], *args, train, **how)
+    for got,want,close in ([end(True), end(True, programs=True), end(False)], grads):
+        eq(got, want)
+        assert is_close(got, close)
+    learn,programs,_ = learns
+    assert programs.replay.n_replayed==0
     assert learn.replay.n_replayed>=n and not learn.replay.why, learn.replay
 
 class BatchCosts(Callback):
@@ -759,21 +762,23 @@ def test_sharded_accumulation():
     out = run_ok("""
 from fastai.vision.all import *
 from fastai_xla.all import *
+from traced import is_close, is_same, trace_all
 res = []
-for replay in (False, True):
+for how in 'again programs traced'.split():
     set_seed(3)
     x = torch.randn(160, 8, generator=torch.Generator().manual_seed(0))
     dls = DataLoaders(*[DataLoader(list(zip(x, x[:,:3].argmax(1))), bs=10, num_workers=0) for _ in range(2)])
     model = nn.Sequential(nn.Linear(8, 256), nn.ReLU(), nn.Dropout(.3), nn.Linear(256, 3))
-    learn = Learner(dls, model, loss_func=CrossEntropyLossFlat(), cbs=GradientAccumulation(20)).to_tpu_sharded(fsdp=2, replay=replay)
+    learn = Learner(dls, model, loss_func=CrossEntropyLossFlat(), cbs=GradientAccumulation(20)).to_tpu_sharded(fsdp=2, replay=how!='traced')
+    if how=='programs': trace_all(learn)
     with learn.no_bar(),learn.no_logging(): learn.fit_one_cycle(2, 1e-2)
     print(learn.replay.n_replayed)
     learn.detach_tpu_sharded()
-    res.append(([float(o) for o in learn.recorder.losses], [p.tolist() for p in learn.model.parameters()]))
-assert res[0]==res[1]
-""", CPU_NUM_DEVICES='2')
-    none,again = [int(o) for o in out.split()]
-    assert none==0 and again>=20, out
+    res.append(([float(o) for o in learn.recorder.losses], [p.detach() for p in learn.model.parameters()]))
+assert is_same(res[0], res[1]) and is_close(res[0], res[2])
+""", CPU_NUM_DEVICES='2', PYTHONPATH=f'{repo/"tests"}{os.pathsep}{repo}')
+    again,*none = [int(o) for o in out.split()]
+    assert none==[0,0] and again>=20, out
 
 def test_what_torch_frees_meanwhile(monkeypatch):
     "A thread of torch's may free a graph, and with it tensors that Python has no name for, while they are looked at"

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from fastai_xla.data.rng import RNGWatch, rng_state
 from fastai_xla.distributed import loader as distributed
 from fastai_xla.train.capture import StepCapture
+from traced import is_close, is_same, trace_all
 
 N,B = 2,8 # replicas, and samples of a batch of one
 
@@ -38,29 +39,33 @@ def learner(model=net, n=10*N*B, n_valid=21, train_metrics=False, before_batch=N
 
 def one_cycle(learn): learn.fit_one_cycle(2, 1e-2)
 
-def on_ranks(make, train=one_cycle, cbs=lambda r: [], **attach):
+def on_ranks(make, train=one_cycle, cbs=lambda r: [], programs=False, **attach):
     "Of each replica: losses, values, weights, optimizer state, and its `replay` and what that says"
     learns = [make() for _ in range(N)]
     set_seed(7)
     def f(r):
         learn = learns[r].to_tpu_distributed(**attach)
+        if programs: trace_all(learn)
         learn.add_cbs(cbs(r))
         with learn.no_bar(),learn.no_logging(): train(learn)
         states = [to_host({k: v for k,v in p[2].items()}) for p in learn.opt.all_params()]
         return ([float(o) for o in learn.recorder.losses], [list(o) for o in learn.recorder.values], to_host(dict(learn.model.state_dict())), states), learn.replay, repr(learn.replay)
     return run_replicas(f)
 
-def is_same(a, b):
-    if isinstance(a, (list,tuple)): return len(a)==len(b) and all(map(is_same, a, b))
-    if isinstance(a, dict): return a.keys()==b.keys() and all(is_same(a[k], b[k]) for k in a)
-    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a==b
-
-def both(make, train=one_cycle, **kwargs):
-    "`replay` of each replica and what it says; what came out of the training is what it is if all steps are traced"
-    want,got = on_ranks(make, train, replay=False, **kwargs),on_ranks(make, train, **kwargs)
+def again(ranks, accumulates):
+    "What `ranks` brings home; what came out of the training is what it is if all steps are traced"
+    traced,got = ranks(replay=False),ranks()
+    assert all('`replay=False` was asked for' in said for *_,said in traced)
+    if accumulates: assert all(is_close(w[0][:2], g[0][:2]) for w,g in zip(traced, got)) # a bias before a BatchNorm has gradients that are last digits only
+    want = ranks(programs=True) if accumulates else traced
     for w,g in zip(want, got):
-        assert w[1].n_replayed==0 and '`replay=False` was asked for' in w[2]
+        assert w[1].n_replayed==0
         assert is_same(w[0], g[0]), f"{w[0]}\n!=\n{g[0]}"
+    return got
+
+def both(make, train=one_cycle, accumulates=False, **kwargs):
+    "`replay` of each replica and what it says"
+    got = again(partial(on_ranks, make, train, **kwargs), accumulates)
     assert len({(o.n_replayed, o.n_traced) for _,o,_ in got})==1 # each step is run again by all of them, or by none
     return [o[1] for o in got],[o[2] for o in got]
 
@@ -83,7 +88,7 @@ cases = dict(adam=dict(), sgd=dict(opt_func=partial(SGD, mom=.9)), clip=dict(cbs
 def test_runs_again(kind):
     kwargs = dict(cases[kind])
     make = partial(learner, **{k: kwargs.pop(k) for k in ('model','opt_func','train_metrics','n_valid') if k in kwargs})
-    replays,said = both(make, **kwargs)
+    replays,said = both(make, accumulates=kind=='accumulates', **kwargs)
     if kind=='mixup': assert all(o.n_replayed>=12 for o in replays), said # its state of the optimizer is made in the first step
     elif kind=='accumulates': assert all(o.n_replayed>=12 and not o.why for o in replays), said
     else: assert {(o.n_replayed, o.n_traced, o.why) for o in replays}=={(17,3,None)}, said
@@ -238,16 +243,15 @@ changes = dict(note=set_attr('note', 0, 1), scale=set_attr('scale', 1., 2.), wd=
 times = dict(and_back=({6: True, 12: False},), at_the_end=({40: True},), for_good=({6: True},), now_and_then=({o: o//9%2==1 for o in range(9, 80, 9)},),
     each_in_turn=({6: True, 30: False}, {11: True, 26: False}))
 
-def as_traced(f, ats, cbs=lambda: [], model=Scaled, **kwargs):
-    "`replay` of each replica and what it says, where at `ats` of each `f` is called; what came out is what it is if all steps are traced"
-    ends = []
-    for replay in (False, True):
+def as_traced(f, ats, cbs=lambda: [], model=Scaled, accumulates=False, **kwargs):
+    "`replay` of each replica and what it says, where at `ats` of each `f` is called"
+    def ranks(**how):
         sets = [Sets(f, o) for o in ats]
         def on(r): return [Casts(), *cbs(), *sets[r:r+1]]
-        with in_time(): ends.append(on_ranks(partial(learner, model, n=40*N*B, **kwargs), lambda o: o.fit(2, 1e-2, wd=.1), cbs=on, replay=replay))
-    for w,g in zip(*ends): assert is_same(w[0], g[0]), f'{w[0]}\n!=\n{g[0]}'
-    assert all(o.n_replayed+o.n_traced==80 for _,o,_ in ends[1])
-    return [o[1] for o in ends[1]],[o[2] for o in ends[1]]
+        with in_time(): return on_ranks(partial(learner, model, n=40*N*B, **kwargs), lambda o: o.fit(2, 1e-2, wd=.1), cbs=on, **how)
+    got = again(ranks, accumulates)
+    assert all(o.n_replayed+o.n_traced==80 for _,o,_ in got)
+    return [o[1] for o in got],[o[2] for o in got]
 
 @pytest.mark.parametrize('what,at', [(w, t) for w in changes for t in times if w in ('note','scale') or t in ('and_back','each_in_turn')])
 def test_one_replica_changes_something(what, at):
@@ -261,7 +265,7 @@ def test_one_replica_changes_something(what, at):
 def test_one_replica_changes_something_where(kind):
     kwargs = dict(cases[kind])
     cbs = kwargs.pop('cbs', lambda r: [])
-    replays,said = as_traced(changes['scale'], times['and_back'], lambda: [cbs(0)] if kind!='train_metrics' else [], **kwargs)
+    replays,said = as_traced(changes['scale'], times['and_back'], lambda: [cbs(0)] if kind!='train_metrics' else [], accumulates=kind=='accumulates', **kwargs)
     assert all(not o.why and o.n_replayed>50 for o in replays), said
 
 def test_one_replica_clips_otherwise():

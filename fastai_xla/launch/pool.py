@@ -62,15 +62,17 @@ def _show(msg, on_message):
     out.flush()
 
 def _settle(crew, stop, idle, on_message):
-    "Are all processes idle again, of which `idle` are already? A silence of some seconds says no"
-    last = time.monotonic()
+    "Are all processes idle again, of which `idle` are already? Silence says no"
+    silence = 0.
     with suppress(LaunchError):
-        while idle<stop.n_procs and time.monotonic()-last<_patience:
+        while idle<stop.n_procs and silence<_patience:
+            start = time.monotonic()
             for msg in crew.messages():
                 if isinstance(msg, Idle): idle += msg.run_id==stop.run_id
                 elif isinstance(msg, (Left, Posted, Printed)): _show(msg, on_message)
                 else: continue
-                last = time.monotonic()
+                silence = 0.
+            silence += min(time.monotonic()-start, .5) # a machine that stands still is not a silent replica
     return idle==stop.n_procs
 
 def _fail(crew, failed, stop, idle, on_message):
@@ -124,9 +126,6 @@ class PoolRunner:
     def is_open(self):
         "Whether the replicas are there"
         return bool(self._crew and self._crew.alive)
-
-    @property
-    def _procs(self): return self._crew.procs if self._crew else []
 
     def _do(self, signals, fn, args, on_message, asks, watch):
         run,kept = pack_run(watch.watched(fn) if watch else fn, args, self._run_id+2)

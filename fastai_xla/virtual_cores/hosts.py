@@ -84,19 +84,19 @@ class Pulse:
     "Tells other hosts that this process lives, and who on them does not"
     every,silence = 2.,30. # seconds
     def __init__(self, rank, others, store):
-        self.rank,self.store,self.heard = rank,store,{r: (None, time.monotonic()) for r in others}
+        self.rank,self.store,self.beats,self.heard = rank,store,0,{r: (None, 0) for r in others}
         threading.Thread(target=self._beat, daemon=True).start()
 
     def _beat(self):
         with suppress(dist.DistError):
-            for i in itertools.count():
-                self.store.set(f'pulse/{self.rank}', str(i))
+            for self.beats in itertools.count():
+                self.store.set(f'pulse/{self.rank}', str(self.beats))
                 time.sleep(self.every)
 
     def silent(self):
-        "The ranks that have not been heard of for `silence`"
-        now = time.monotonic()
+        "The ranks that have not been heard of for `silence`, by this process's own pulse: while a machine stands still none of its processes has one"
+        now = self.beats
         for r,(count,_) in self.heard.items():
             new = self.store.get(k) if self.store.check([k := f'pulse/{r}']) else None
             if new!=count: self.heard[r] = new,now
-        return [r for r,(_,at) in self.heard.items() if now-at>self.silence]
+        return [r for r,(_,at) in self.heard.items() if (now-at)*self.every>self.silence]

@@ -1,0 +1,19 @@
+"What steps that are run again are compared with"
+import torch
+
+def is_same(a, b):
+    if isinstance(a, (list,tuple)): return len(a)==len(b) and all(map(is_same, a, b))
+    if isinstance(a, dict): return a.keys()==b.keys() and all(is_same(a[k], b[k]) for k in a)
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a==b
+
+def is_close(a, b):
+    "Equal but for the last digits of a training of a few steps"
+    if isinstance(a, (list,tuple)): return len(a)==len(b) and all(map(is_close, a, b))
+    if isinstance(a, dict): return a.keys()==b.keys() and all(is_close(a[k], b[k]) for k in a)
+    return a is b is None or torch.allclose(*(torch.as_tensor(o, dtype=torch.double) for o in (a,b)), 1e-4, 1e-6)
+
+def trace_all(learn):
+    """Have `learn` trace each step and run it by the program that could be run again.
+    With `replay=False` a batch that waits for a step keeps what is between the gradients and what they are views of, too, so XLA may compute a last digit otherwise, on some machines"""
+    learn.replay.confirm = learn.replay.valid.confirm = 10**6
+    return learn
