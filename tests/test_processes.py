@@ -192,12 +192,13 @@ def test_killed(pool):
     assert not pool.is_open and not any(map(psutil.pid_exists, pids))
 
 def test_learner_is_as_on_threads(pool, monkeypatch):
-    "bit for bit; the processes have to go before threads can have the cores"
+    "But for the last digits, as processes cut a step where they exchange; they have to go before threads can have the cores"
     assert on_processes
     monkeypatch.setenv('CPU_NUM_PROCESSES', '1')
     c = trained(learner().to_tpu_distributed(n_cores=N))
     assert get_pool(N).n_procs==1 and get_pool(N) is not pool
-    for x,y in zip(on_processes, numbers(c)): assert all(torch.equal(tensor(p), tensor(q)) for p,q in zip(x, y))
+    for x,y in zip(on_processes, numbers(c)):
+        for p,q in zip(x, y): torch.testing.assert_close(tensor(p), tensor(q), rtol=1e-6, atol=1e-6)
     get_pool(N).close()
 
 script = '''
