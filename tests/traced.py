@@ -1,16 +1,18 @@
 "What steps that are run again are compared with"
+from functools import partial
 import torch
 
-def is_same(a, b):
-    if isinstance(a, (list,tuple)): return len(a)==len(b) and all(map(is_same, a, b))
-    if isinstance(a, dict): return a.keys()==b.keys() and all(is_same(a[k], b[k]) for k in a)
-    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a==b
+def _equal(a, b): return torch.equal(a, b) if isinstance(a, torch.Tensor) else a==b
 
-def is_close(a, b):
-    "Equal but for the last digits of a training of a few steps"
-    if isinstance(a, (list,tuple)): return len(a)==len(b) and all(map(is_close, a, b))
-    if isinstance(a, dict): return a.keys()==b.keys() and all(is_close(a[k], b[k]) for k in a)
-    return a is b is None or torch.allclose(*(torch.as_tensor(o, dtype=torch.double) for o in (a,b)), 1e-4, 1e-6)
+def _close(a, b): return a is b is None or torch.allclose(*(torch.as_tensor(o, dtype=torch.double) for o in (a,b)), 1e-4, 1e-6)
+
+def is_same(a, b, equal=_equal):
+    "Are `a` and `b`, and all that they hold, `equal`?"
+    if isinstance(a, (list,tuple)): return len(a)==len(b) and all(is_same(x, y, equal) for x,y in zip(a, b))
+    if isinstance(a, dict): return a.keys()==b.keys() and all(is_same(a[k], b[k], equal) for k in a)
+    return equal(a, b)
+
+is_close = partial(is_same, equal=_close) # but for the last digits of a training of a few steps
 
 def trace_all(learn):
     """Have `learn` trace each step and run it by the program that could be run again.
