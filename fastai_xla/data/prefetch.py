@@ -9,8 +9,9 @@ __all__ = ['check_prefetch', 'Waiting', 'Prefetcher']
 
 # %% ../../nbs/230_data.prefetch.ipynb #imports
 import threading
-from collections import deque
+from contextlib import suppress
 from numbers import Integral
+from queue import Empty, SimpleQueue
 
 # %% ../../nbs/230_data.prefetch.ipynb #count
 def check_prefetch(
@@ -24,37 +25,42 @@ def check_prefetch(
 class Waiting:
     "Items that one thread has made and another takes, at most `n` at a time, and how they end"
     poll = 1. # Seconds between two looks at the thread
-    def __init__(self, n:int): self.n,self.items,self.changed,self.stopped,self.finished = n,deque(),threading.Condition(),False,False
+    def __init__(self, n:int):
+        self.items,self.room,self.stopped,self.finished = SimpleQueue(),SimpleQueue(),False,False
+        for _ in range(n): self.room.put(None)
 
     def put(self, o):
         "Have `o` wait, as soon as there is room; False if nobody wants it any more"
-        with self.changed:
-            self.changed.wait_for(lambda: self.stopped or len(self.items)<self.n)
-            if not self.stopped: self.items.append(o)
-            self.changed.notify_all()
-            return not self.stopped
+        self.room.get()
+        if not self.stopped: self.items.put([o])
+        return not self.stopped
 
     def take(self,
         is_alive, # Says whether the thread that makes the items is still there
     ):
         "A list with the next item, as soon as there is one; an empty list after the last"
-        with self.changed:
-            while not self.items and not self.finished and is_alive(): self.changed.wait(self.poll)
-            self.changed.notify_all()
-            return [self.items.popleft()] if self.items else []
+        while not self.stopped:
+            try: item = self.items.get(timeout=self.poll)
+            except Empty:
+                if is_alive() or not self.items.empty(): continue
+                return []
+            if item: self.room.put(None)
+            else: self.items.put(item) # for who asks once more
+            return item
+        return []
 
     def finish(self):
         "No further item will come"
-        with self.changed:
-            self.finished = True
-            self.changed.notify_all()
+        self.finished = True
+        self.items.put([])
 
     def stop(self):
         "Nothing more is wanted; what waits is dropped"
-        with self.changed:
-            self.stopped = True
-            self.items.clear()
-            self.changed.notify_all()
+        self.stopped = True
+        self.room.put(None)
+        with suppress(Empty):
+            while True: self.items.get_nowait()
+        self.items.put([])
 
 # %% ../../nbs/230_data.prefetch.ipynb #prefetcher
 class Prefetcher:

@@ -118,8 +118,7 @@ def noted_draws():
 class Turns:
     "Two threads that take turns: the background thread has its own while the training thread waits"
     def __init__(self):
-        self.ended,self._turn,self._may = False,threading.RLock(),threading.Event()
-        self._may.set()
+        self.ended,self._turn,self._held = False,threading.RLock(),threading.Lock()
 
     def begin(self):
         "Training thread: it is its turn until `end`, but in `waiting`"
@@ -138,7 +137,7 @@ class Turns:
     def end(self):
         "Training thread: no further batch is wanted, and no turns"
         self.ended = True
-        self._may.set()
+        self.go_on()
         self._leave()
 
     @contextmanager
@@ -149,9 +148,19 @@ class Turns:
         finally:
             if mine: self._turn.release()
 
+    def hold(self):
+        "Background thread: `may_go_on` is to wait for the training thread's `go_on`"
+        self._held.acquire(blocking=False)
+
+    def go_on(self):
+        "Training thread: what had to come before the next batch has come"
+        with suppress(RuntimeError): self._held.release()
+
     def may_go_on(self):
         "Background thread: wait for what has to come before the next batch. Is another wanted?"
-        if not self.ended: self._may.wait()
+        if not self.ended:
+            self._held.acquire()
+            self.go_on()
         return not self.ended
 
 # %% ../../nbs/200_data.rng.ipynb #handoff
@@ -174,7 +183,7 @@ class RNGHandoff(Turns):
     def made(self):
         "Background thread: a batch is made; returns the random state after it, which is handed over with it"
         if self.draws is None: self.draws = not _same_state(self.start, self.state)
-        if self.draws and self.device_draws: self._may.clear() # until they have
+        if self.draws and self.device_draws: self.hold()
         return self.state
 
     def took(self, state):
@@ -192,7 +201,7 @@ class RNGHandoff(Turns):
         before = self.state
         with _drawing(self): yield
         self.taken,self.device_draws = self.state,not _same_state(before, self.state)
-        self._may.set()
+        self.go_on()
 
     def mark(self):
         "Training thread: where the draws are after the batch that was taken last, for `go_back`"
