@@ -111,6 +111,18 @@ def _check_ranks(ranks, n):
     raise RuntimeError(f"{n} replicas were to start, but those that did have the ranks {ranks}: the processes do not form one group. "
         "Unset the environment variables that start with TPU_ or PJRT_, other than PJRT_DEVICE, and restart Python")
 
+# %% ../../nbs/570_launch.crew.ipynb #awake
+class AwakeClock:
+    "Called, the seconds for which this process has been awake since the first call, if it is called at least every `gap` seconds"
+    gap = .5
+    def __init__(self): self.seconds,self.at = 0.,time.monotonic()
+    def __call__(self):
+        now = time.monotonic()
+        self.seconds,self.at = self.seconds+min(now-self.at, self.gap),now
+        return self.seconds
+
+awake = AwakeClock()
+
 # %% ../../nbs/570_launch.crew.ipynb #two-phase-stop
 class TwoPhaseStop:
     "Has the replicas of a run stop at the same count of questions, after the first signal"
@@ -129,16 +141,16 @@ class TwoPhaseStop:
         "Begin after the first signal; raise `LaunchInterrupt` when the replicas have been silent for too long"
         if not self.signals: return
         if not self.begun: self._begin()
-        elif time.monotonic()-self.last>self.grace: raise LaunchInterrupt
+        elif awake()-self.last>self.grace: raise LaunchInterrupt
 
     def _begin(self):
-        self.begun,self.last = True,time.monotonic()
+        self.begun,self.last = True,awake()
         self.tell(Hold(self.run_id))
         self._decide()
 
     def heard(self, msg):
         "Any message shows that replicas are alive; an `Asked` is counted"
-        self.last = time.monotonic()
+        self.last = awake()
         if not isinstance(msg, Asked) or msg.run_id!=self.run_id: return
         self.counts.append(msg.n)
         self._decide()

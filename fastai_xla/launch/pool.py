@@ -8,7 +8,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/launch.pool.html.md"""
 __all__ = ['check_parent', 'PoolRunner', 'TPUPool', 'get_pool', 'current_pool', 'tpu_launch', 'pool_setup']
 
 # %% ../../nbs/580_launch.pool.ipynb #imports
-import os, sys, threading, time, weakref
+import os, sys, threading, weakref
 from contextlib import suppress
 import torch
 from ..runtime.device import device_kind, mend_env, n_cores as n_cores_here, n_processes, no_chip_error, require_xla, runtime_started, xla_device, xm, xr
@@ -21,7 +21,7 @@ from ..virtual_cores.processes import place_to_meet, process_env
 from .carry import loads
 from .wire import Failed, Hello, Idle, LaunchError, LaunchInterrupt, Left, Posted, Printed, Result
 from .replica import this_process
-from .crew import bring_home, Crew, Deadline, pack_run, _start_process, TwoPhaseStop
+from .crew import awake, bring_home, Crew, Deadline, pack_run, _start_process, TwoPhaseStop
 
 # %% ../../nbs/580_launch.pool.ipynb #layout
 def _layout(
@@ -63,16 +63,14 @@ def _show(msg, on_message):
 
 def _settle(crew, stop, idle, on_message):
     "Are all processes idle again, of which `idle` are already? Silence says no"
-    silence = 0.
+    last = awake()
     with suppress(LaunchError):
-        while idle<stop.n_procs and silence<_patience:
-            start = time.monotonic()
+        while idle<stop.n_procs and awake()-last<_patience:
             for msg in crew.messages():
                 if isinstance(msg, Idle): idle += msg.run_id==stop.run_id
                 elif isinstance(msg, (Left, Posted, Printed)): _show(msg, on_message)
                 else: continue
-                silence = 0.
-            silence += min(time.monotonic()-start, .5) # a machine that stands still is not a silent replica
+                last = awake()
     return idle==stop.n_procs
 
 def _fail(crew, failed, stop, idle, on_message):

@@ -17,6 +17,7 @@ from ..runtime.args import check_number
 from ..virtual_cores.replicas import replicas_waiting
 from .wire import LaunchError, Result
 from .replica import this_process
+from .crew import awake
 
 # %% ../../nbs/590_launch.watchdog.ipynb #beat
 @dataclass(frozen=True)
@@ -125,17 +126,17 @@ class _Process:
     "A process of the pool, and when it last gave a sign of life"
     def __init__(self, pid, ranks):
         self.pid,self.ranks,self.reports,self.running = pid,ranks,{},{*ranks}
-        self.heard = self.moved = self.looked = time.monotonic()
+        self.heard = self.moved = self.looked = awake()
         self.state,self.cpu = _usage(pid)
 
     def look(self):
         "Does it compute? A tenth of a core is more than waiting takes"
-        now,(self.state,cpu) = time.monotonic(),_usage(self.pid)
+        now,(self.state,cpu) = awake(),_usage(self.pid)
         if cpu-self.cpu>.1*(now-self.looked): self.heard = self.moved = now
         self.looked,self.cpu = now,cpu
 
     def hear(self, beat):
-        self.heard,self.reports = time.monotonic(),{**self.reports, **beat.reports}
+        self.heard,self.reports = awake(),{**self.reports, **beat.reports}
         if beat.moves: self.moved = self.heard
 
 def _names(ranks): return f"rank{'s' if len(ranks)>1 else ''} {', '.join(map(str, ranks))}"
@@ -196,7 +197,7 @@ class Watchdog:
 
     def over(self, stop, crew):
         "What stands before `stop` in a run on the processes of `crew`"
-        self.stop,self.looked = stop,time.monotonic()
+        self.stop,self.looked = stop,awake()
         self.processes = [_Process(p.pid, sorted(crew.ranks[i])) for i,p in enumerate(crew.procs)]
         return self
 
@@ -205,13 +206,13 @@ class Watchdog:
         if isinstance(msg, Beat): return [p.hear(msg) for p in self.processes if {*p.ranks} & {*msg.reports}]
         self.stop.heard(msg)
         for p in self.processes:
-            p.moved = time.monotonic()
+            p.moved = awake()
             if isinstance(msg, Result): p.running.discard(msg.rank)
 
     def check(self):
         "Raise `LaunchError` when it is time"
         self.stop.check()
-        now = time.monotonic()
+        now = awake()
         if now-self.looked<min(1, self.seconds/8): return
         self.looked,running = now,[p for p in self.processes if p.running]
         for p in running: p.look()
