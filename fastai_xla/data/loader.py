@@ -15,6 +15,7 @@ from fastai.basics import apply, DataLoader, TfmdDL, to_detach
 from fastai.text.data import SortedDL, _default_sort
 from fastcore.all import first, noop
 from ..runtime.device import torch_xla
+from ..runtime.signals import call_all, heeding_ctrl_c
 from ..runtime.transfer import tensors_of, to_host, upload
 from ..patches.augment import drawn_for
 from .rng import RNGHandoff
@@ -157,12 +158,8 @@ class XLADL(MarkedDL):
                 yield b
             if isinstance(self.dl, DataLoader): self.dl.after_iter()
         finally:
-            batches.stop()
-            handoff.end()
-            batches.close()
-            end_iter(self.dl, it)
-            handoff.give_back(whole=batches.exhausted)
-            self.on_end()
+            give_back = lambda: handoff.give_back(whole=batches.exhausted)
+            call_all(batches.stop, handoff.end, batches.close, partial(end_iter, self.dl, it), give_back, self.on_end)
 
     def _made(self, it, tfms, handoff):
         "What the background thread makes: `(batch on the device, its real samples if padded, random state after it)`"
@@ -173,7 +170,7 @@ class XLADL(MarkedDL):
     def _take(self, batches, handoff):
         "The next batch that the background thread has made, or None; it may draw while this one waits"
         self.n_real,start = None,time.perf_counter()
-        got = handoff.waiting(partial(next, batches, None))
+        got = heeding_ctrl_c(partial(handoff.waiting, partial(next, batches, None)))
         self.waited += time.perf_counter()-start
         if got is None: return
         b,self.n_real,state = got

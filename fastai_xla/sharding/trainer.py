@@ -16,6 +16,7 @@ from ..models import norms
 from ..runtime.device import program_kind, xla_device, xr
 from ..runtime.hosts import n_hosts, whole_on_each
 from ..runtime.ranks import from_main, gather_objects, is_main
+from ..runtime.signals import call_all
 from ..runtime.transfer import map_tensors, on_cpu, on_xla, tensors_of
 from ..runtime.args import check_bool
 from ..data.rng import base_seed
@@ -125,9 +126,7 @@ class TPUShardedTrainer(MeshTrainer):
             self.place()
 
     def release(self):
-        super().release()
-        if self.runner: self.runner.release()
-        self.blocks.detach()
+        call_all(super().release, *([self.runner.release] if self.runner else ()), self.blocks.detach)
 
 # %% ../../nbs/720_sharding.trainer.ipynb #hosts
 def _values(state):

@@ -166,8 +166,9 @@ class PendingLoss(LateTensor):
     @property
     def known(self):
         "The value, fetched if it has not come home"
-        if len(self.meter.history)<=self.i: self.meter.queue.flush()
-        return self.meter.history[self.i]
+        history = self.meter.history
+        if len(history)<=self.i: self.meter.queue.flush()
+        return history[self.i] if self.i<len(history) else torch.tensor(float('nan')) # whose way home was interrupted
     def newest(self):
         "The last smoothed loss that has come home, at no cost; None before the first"
         if self.meter.history: return self.meter.history[-1]

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from fastai.basics import find_bs, TrainEvalCallback
 from ..runtime.device import program_kind, torch_xla, xr
+from ..runtime.signals import call_all, CtrlCHeld
 from ..runtime.transfer import feed, is_shard, on_xla, resting, send, tensors_of, to_host, unfeed
 from ..patches.registry import Loans
 from ..patches.learner import XLACallback
@@ -78,6 +79,19 @@ def bury(
         t.data = send([h], t.device)[0]
     return any(id(t) not in known for t in dead) if dead else None
 
+# %% ../../nbs/470_train.on_device.ipynb #explain
+def _explain(cb, e):
+    "Raise `e`, which came in a phase of the callback `cb`, or an error that says what to do"
+    lost = bury(cb.learn, cb.values.hosts if cb.mixed else (), cb.shapes)
+    if lost is None:
+        if apart := apart_error(e): raise apart from e
+        raise
+    traceback.clear_frames(e.__traceback__) # they hold tensors of the graph
+    cb.learn._end_cleanup()
+    cb.replay.let_go()
+    gc.collect()
+    raise graph_error(e, cb.mixed, lost) from e
+
 # %% ../../nbs/470_train.on_device.ipynb #host
 def is_one_sample(
     dl, # A loader, or a list of batches
@@ -118,21 +132,15 @@ class DevicePhases(XLACallback):
     def takes(self, phase): return phase in ('fit','train','validate')
 
     def run_phase(self, phase, f, final, rest):
-        "Run the phase as it is, that of a single sample on the host; nothing stays lent, however it ends"
+        "Run the phase as it is, that of a single sample on the host; nothing stays lent, however it ends, and Ctrl-C interrupts no batch"
+        with nullcontext() if phase=='fit' else CtrlCHeld(): self._run_phase(phase, f, rest)
+
+    def _run_phase(self, phase, f, rest):
         self.replay.settle()
         try:
             if phase=='validate' and self.alone and is_one_sample(self.dl): self._run_at_home(f, rest)
             else: rest(f)
-        except Exception as e:
-            lost = bury(self.learn, self.values.hosts if self.mixed else (), self.shapes)
-            if lost is None:
-                if apart := apart_error(e): raise apart from e
-                raise
-            traceback.clear_frames(e.__traceback__) # they hold tensors of the graph
-            self.learn._end_cleanup()
-            self.replay.let_go()
-            gc.collect()
-            raise graph_error(e, self.mixed, lost) from e
+        except Exception as e: _explain(self, e)
         finally:
             self.mixed = False
             self.release()
@@ -193,9 +201,8 @@ class OnDevice(DevicePhases):
 
     def release(self):
         "Give back all that is lent"
-        for f in (self.replay.settle, self.loans.give_back, self.replay.let_go, self._return_device, self.queue.flush_for_us): f()
-        settle_losses(self.learn)
-        _map_meters(self.learn, stock_metric)
+        call_all(self.replay.settle, self.loans.give_back, self.replay.let_go, self._return_device, self.queue.flush_for_us,
+            partial(settle_losses, self.learn), partial(_map_meters, self.learn, stock_metric))
 
     def _return_device(self):
         if self._dls is None: return

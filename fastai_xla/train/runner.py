@@ -63,6 +63,8 @@ class WaitingSteps:
         self.places = [_Place(own[o.place[0]], o) for o in plan.left if o.place not in stay]
         self.here = {} # what attributes have in place of what is not computed yet
 
+    def __len__(self): return len(self.steps)
+
     def goes_on(self, plan, given):
         "Does a step of `plan`, which is `given` tensors, follow these?"
         return plan is self.plan and all(given[g] is self.steps[0].given[g] for g in plan.chain)
@@ -70,9 +72,9 @@ class WaitingSteps:
     def add(self, given, numbers, seeds, pay):
         "Have a step wait, and give attributes what stands for its results, which `pay` has computed"
         owed,where = [],dict(given=given, state=self.parts.state)
+        self.steps.append(_Waiting(given, numbers, seeds, owed)) # before anybody can ask for what it owes, also if Ctrl-C comes next
         for o in self.places: o.owe(where, pay, owed)
         self.here = {o.place: self.parts.owners[o.place[0]].get(o.place[1]) for o in self.plan.left}
-        self.steps.append(_Waiting(given, numbers, seeds, owed))
 
     def _pay(self, step, outs):
         for o,i in step.owed: o.value = filled(o.form, iter([outs[i]]))
@@ -85,7 +87,7 @@ class WaitingSteps:
     def _end(self, outs):
         "Give attributes what the last step has made, unless they have something else by now"
         own = self.parts.owners
-        left = [o for o in self.plan.left if own[o.place[0]].get(o.place[1]) is self.here[o.place]]
+        left = [o for o in self.plan.left if own[o.place[0]].get(o.place[1]) is self.here.get(o.place, self)]
         self.parts.fill(left, outs, self.steps[-1].given)
 
     def run(self, capture):
@@ -113,7 +115,7 @@ class StepWaiting(StepTracing):
         with self._ended() as group:
             if not group: return
             group.run(self.capture)
-            if len(group.steps)>1: self.n_together += len(group.steps)
+            if len(group)>1: self.n_together += len(group)
 
     @contextmanager
     def _ended(self):
@@ -126,7 +128,7 @@ class StepWaiting(StepTracing):
     def _have_wait(self, learn, plan, given, numbers):
         self.group = self.group or WaitingSteps(plan, self.parts)
         self.group.add(given, numbers, self.capture.seeds_ahead(plan.program), self.settle)
-        if self.reader or len(self.group.steps)==self.together: learn.dl.sync(self.settle)
+        if self.reader or len(self.group)==self.together: learn.dl.sync(self.settle)
 
 # %% ../../nbs/458_train.runner.ipynb #run
 class PlanRunner(StepWaiting):
