@@ -506,7 +506,7 @@ class Copies(nn.Module):
     "A model that remembers its weights of the step before, as they were"
     def __init__(self): super().__init__(); self.layer,self.old = nn.Linear(8, 3),None
     def forward(self, x):
-        self.__dict__['old'] = self.layer.weight.detach().clone()
+        if self.training: self.__dict__['old'] = self.layer.weight.detach().clone()
         return self.layer(x)
 
 class EditGrads(Callback):
@@ -627,7 +627,6 @@ refused = dict(reads_param=(lambda: learner(ReadsParam), 'a step reads the devic
     syncs=(lambda: learner(Syncs), 'a step reads the device, or runs in several programs'), counter=(lambda: learner(Counter), 'a step changes the model.n'),
     global_counter=(fresh_calls(GlobalCounter), 'a step changes `calls`, which GlobalCounter.forward names'),
     python_random=(lambda: learner(Depth), "a step changes Python's random numbers"), numpy_random=(lambda: learner(Numpy), "a step changes numpy's random numbers"),
-    copies=(lambda: learner(Copies), 'something keeps a copy of what a step changes, of shape [3, 8]'),
     keeps=(lambda: learner(Keeps), 'a step changes the model.seen'), hook=(lambda: learner(hooked), 'hook hooked.<locals>.halve, which must run in each step'),
     gradients=(lambda: learner(cbs=EditGrads()), 'EditGrads has `before_step`'), freezes=(lambda: learner(cbs=Freezes()), 'Freezes has `before_batch`'),
     swaps=(lambda: learner(cbs=Swaps()), 'Swaps has `before_batch`'),
@@ -643,6 +642,14 @@ def test_traced_for_a_reason(name):
     make,why = refused[name]
     learn = both(make)
     assert learn.replay.n_replayed==0 and why in repr(learn.replay), learn.replay
+
+def test_a_copy_in_the_model():
+    "What a model keeps of its weights is a value of its own, which a step that is run again makes too"
+    made = [learner(Copies) for _ in range(2)]
+    got = [(outcome(o, replay), to_host(o.model.old)) for o,replay in zip(made, (False,True))]
+    eq(*got)
+    eq((made[1].replay.n_replayed, got[1][1].shape), (16, torch.Size([3,8])))
+    assert not torch.equal(got[1][1], to_host(made[1].model.layer.weight.detach()))
 
 def test_gradients_add_up():
     "Those of a parameter that no optimizer clears, as in plain fastai"

@@ -19,6 +19,7 @@ from fastai.callback import core
 from fastai.basics import Callback, DataLoader, Learner, Metric, Recorder, Transform
 from fastcore.all import L
 from torch.utils.hooks import RemovableHandle
+from ..runtime.device import torch_xla
 from ..runtime.transfer import on_xla
 from ..runtime.values import ref_dumps
 from .registry import Loan, replaces
@@ -164,3 +165,17 @@ def _deepcopy_learner(old, self, memo):
     res = memo[id(self)] = f(*args)
     res.__setstate__(deepcopy(state, memo))
     return res
+
+# %% ../../nbs/120_patches.travel.ipynb #own-memory
+def _own_memory(t):
+    "`t`, which is given memory of its own if it is something else's value as it is"
+    if on_xla(t) and not torch_xla._XLAC._check_tensor_need_materialization([t])[0]: torch_xla._XLAC._xla_optimization_barrier_([t])
+    return t
+
+@replaces(torch.Tensor, 'copy_', 'torch_xla 2.8-2.9', 'both had one buffer after the next sync, which the next step took: kept weights could be put back once')
+def _copy_(old, self, src, *args, **kwargs):
+    res = old(self, src, *args, **kwargs)
+    return _own_memory(res) if on_xla(src) else res
+
+@replaces(torch.Tensor, 'clone', 'torch_xla 2.8-2.9', 'a clone that was read had the buffer of its original, and was lost in the next step')
+def _clone(old, self, *args, **kwargs): return _own_memory(old(self, *args, **kwargs))
