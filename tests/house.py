@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 from fresh import run
 
-MAX = dict(room=200, klass=100, cell=50, line=160, replacements=50)
+MAX = dict(room=200, klass=100, cell=50, line=160, replacements=48)
 SHARE = dict(all=0.85, room=0.5, within=4)
 
 def load(path): return json.loads(path.read_text(encoding='utf-8'))
@@ -296,7 +296,7 @@ def patches(house):
 
 @rule
 def replacements(house):
-    "At most 50 replacements for the whole process, none on a class of callbacks or modules; `patch` replaces nothing"
+    "At most 48 replacements for the whole process, none on a class of callbacks or modules; `patch` replaces nothing"
     facts = house.facts
     if 'error' in facts: return [f"{house.lib}: it cannot be imported: {facts['error']}"]
     found,res = facts['patches'],[]

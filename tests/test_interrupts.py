@@ -3,7 +3,6 @@ import signal, sys, threading
 import pytest, torch
 from synth import *
 from traced import is_close
-from fastai.callback.training import GradientAccumulation
 import fastai_xla
 from fastai_xla.all import *
 

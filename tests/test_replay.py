@@ -152,7 +152,14 @@ def test_mixes(cb):
         return Learner(image_dls(n_trn=48), cnn(), loss_func=CrossEntropyLossFlat(), cbs=cb())
     assert both(make).replay.n_replayed>=10
 
-@pytest.mark.parametrize('kwargs,n', [(dict(cbs=lambda: [GradientAccumulation(24), GradientClip(.1)]), 11), (dict(opt_func=ranger, n=240, n_last=3), 41)], ids=['clip','ranger'])
+class CopiesOther(Callback):
+    "What other replicas that are threads do too: copies on the device of something else"
+    replayable = True
+    def before_fit(self): self.here,self.there = send([torch.ones(3), torch.zeros(3)], xla_device())
+    def after_batch(self): self.here.copy_(self.there)
+
+@pytest.mark.parametrize('kwargs,n', [(dict(cbs=lambda: [GradientAccumulation(24), GradientClip(.1)]), 11), (dict(cbs=lambda: [GradientAccumulation(24), CopiesOther()]), 11),
+    (dict(opt_func=ranger, n=240, n_last=3), 41)], ids=['clip','copies','ranger'])
 def test_accumulates(kwargs, n):
     "A batch that begins a sum of gradients, one that adds to it, and one that steps are three programs; what is left over waits for the next fit"
     def train(learn):
@@ -503,11 +510,16 @@ class Keeps(nn.Module):
         return self.layer(x)
 
 class Copies(nn.Module):
-    "A model that remembers its weights of the step before, as they were"
+    "A model that remembers its weights of the step before, as they were: by the function, whose clone is in torch_xla the weight itself"
+    clone = staticmethod(torch.clone)
     def __init__(self): super().__init__(); self.layer,self.old = nn.Linear(8, 3),None
     def forward(self, x):
-        if self.training: self.__dict__['old'] = self.layer.weight.detach().clone()
+        if self.training: self.__dict__['old'] = self.clone(self.layer.weight.detach())
         return self.layer(x)
+
+class Clones(Copies):
+    "By the method, whose clone is a value of its own"
+    clone = staticmethod(lambda t: t.clone())
 
 class EditGrads(Callback):
     def before_step(self):
@@ -627,6 +639,7 @@ refused = dict(reads_param=(lambda: learner(ReadsParam), 'a step reads the devic
     syncs=(lambda: learner(Syncs), 'a step reads the device, or runs in several programs'), counter=(lambda: learner(Counter), 'a step changes the model.n'),
     global_counter=(fresh_calls(GlobalCounter), 'a step changes `calls`, which GlobalCounter.forward names'),
     python_random=(lambda: learner(Depth), "a step changes Python's random numbers"), numpy_random=(lambda: learner(Numpy), "a step changes numpy's random numbers"),
+    copies=(lambda: learner(Copies), 'something keeps a copy of what a step changes, of shape [3, 8]'),
     keeps=(lambda: learner(Keeps), 'a step changes the model.seen'), hook=(lambda: learner(hooked), 'hook hooked.<locals>.halve, which must run in each step'),
     gradients=(lambda: learner(cbs=EditGrads()), 'EditGrads has `before_step`'), freezes=(lambda: learner(cbs=Freezes()), 'Freezes has `before_batch`'),
     swaps=(lambda: learner(cbs=Swaps()), 'Swaps has `before_batch`'),
@@ -645,7 +658,7 @@ def test_traced_for_a_reason(name):
 
 def test_a_copy_in_the_model():
     "What a model keeps of its weights is a value of its own, which a step that is run again makes too"
-    made = [learner(Copies) for _ in range(2)]
+    made = [learner(Clones) for _ in range(2)]
     got = [(outcome(o, replay), to_host(o.model.old)) for o,replay in zip(made, (False,True))]
     eq(*got)
     eq((made[1].replay.n_replayed, got[1][1].shape), (16, torch.Size([3,8])))

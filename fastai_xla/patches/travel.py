@@ -18,6 +18,7 @@ import cloudpickle, fastai.optimizer, plum, torch
 from fastai.callback import core
 from fastai.basics import Callback, DataLoader, Learner, Metric, Recorder, Transform
 from fastcore.all import L
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 from ..runtime.device import torch_xla
 from ..runtime.transfer import on_xla
@@ -147,25 +148,6 @@ def _opt_setstate(old, self, state):
     vars(self).update({k: v for k,v in state.items() if k not in ('param_groups','grads')})
     for p,g in state.get('grads', ()): p.grad = g
 
-# %% ../../nbs/120_patches.travel.ipynb #deepcopy
-_takes_values = '_takes_values' # in the memo of a copy: of tensors that were computed, the values are copied
-
-def _deepcopy(old, self, memo):
-    res = old(self.detach(), {}) if _takes_values in memo and not self.is_leaf else old(self, memo)
-    if on_xla(self): res.data = self.detach().cpu().to(self.device)
-    return res
-
-for _owner in (torch.Tensor, torch.nn.Parameter):
-    replaces(_owner, '__deepcopy__', 'torch_xla 2.8-2.9', 'a copy that was read shared its buffer with the original: the next step destroyed both')(_deepcopy)
-
-@replaces(Learner, '__deepcopy__', 'fastai 2.8', 'a Learner that held a loss with its graph was refused')
-def _deepcopy_learner(old, self, memo):
-    memo[_takes_values] = True
-    f,args,state,*_ = self.__reduce_ex__(4)
-    res = memo[id(self)] = f(*args)
-    res.__setstate__(deepcopy(state, memo))
-    return res
-
 # %% ../../nbs/120_patches.travel.ipynb #own-memory
 def _own_memory(t):
     "`t`, which is given memory of its own if it is something else's value as it is"
@@ -179,3 +161,17 @@ def _copy_(old, self, src, *args, **kwargs):
 
 @replaces(torch.Tensor, 'clone', 'torch_xla 2.8-2.9', 'a clone that was read had the buffer of its original, and was lost in the next step')
 def _clone(old, self, *args, **kwargs): return _own_memory(old(self, *args, **kwargs))
+
+# %% ../../nbs/120_patches.travel.ipynb #deepcopy
+class _CopiesValues(TorchFunctionMode):
+    "A context in which a deep copy takes the values of tensors that were computed"
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.__deepcopy__ and not args[0].is_leaf: args = args[0].detach(),{}
+        return func(*args, **(kwargs or {}))
+
+@replaces(Learner, '__deepcopy__', 'fastai 2.8', 'a Learner that held a loss with its graph was refused')
+def _deepcopy_learner(old, self, memo):
+    f,args,state,*_ = self.__reduce_ex__(4)
+    res = memo[id(self)] = f(*args)
+    with _CopiesValues(): res.__setstate__(deepcopy(state, memo))
+    return res

@@ -76,7 +76,7 @@ class StepTracer(StepSeeds):
         self.real = [] if xr.is_spmd() else _lib()._xla_real_devices([self.device])
 
     def wait(self):
-        "Until the device has nothing to do"
+        "Until the device has nothing to do; what the last program was given is let go of"
         _lib()._xla_wait_device_ops(self.real)
         self.used = ()
 
