@@ -63,7 +63,7 @@ class DeviceDL(BucketDL):
     ):
         check_prefetch(prefetch)
         self.dl,self._device,self.pad,self.prefetch,self.pad_text = dl,torch.device(device),pad,prefetch,pad_text
-        self.look,self.on_end,self.changed = look,on_end,()
+        self.look,self.on_end,self.changed = look,on_end,() # see `RangeCheck.listen`
         for o in ('after_item','before_batch','after_batch'): setattr(self, o, getattr(dl, o, None))
         self.placement = TfmPlacement(self.after_batch, batch_tfms)
         self.bs,self.n_real = getattr(dl, 'bs', getattr(dl, 'batch_size', None)),None
@@ -148,18 +148,22 @@ class XLADL(MarkedDL):
         self.order = order_state(self._own)
         host,device = self.placement.host(split_idx),self.placement.device(self._device, split_idx)
         handoff = self.handoff = self._new_handoff()
+        if device is noop: handoff.device_draws = False
         handoff.begin()
         batches = Prefetcher(self._made(it, host, handoff), self.prefetch, name='XLADL')
         try:
             while (b := self._take(batches, handoff)) is not None:
-                sent = tensors_of(b)
-                with drawn_for(self.n_real),handoff.device(): b = device(b)
-                self.changed = [x is not y for x,y in zip(tensors_of(b), sent)] # by transforms on the device
-                yield b
+                yield b if device is noop else self._on_device(device, b, handoff)
             if isinstance(self.dl, DataLoader): self.dl.after_iter()
         finally:
             give_back = lambda: handoff.give_back(whole=batches.exhausted)
             call_all(batches.stop, handoff.end, batches.close, partial(end_iter, self.dl, it), give_back, self.on_end)
+
+    def _on_device(self, tfms, b, handoff):
+        sent = tensors_of(b)
+        with drawn_for(self.n_real),handoff.device(): b = tfms(b)
+        self.changed = [x is not y for x,y in zip(tensors_of(b), sent)]
+        return b
 
     def _made(self, it, tfms, handoff):
         "What the background thread makes: `(batch on the device, its real samples if padded, random state after it)`"

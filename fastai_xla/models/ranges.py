@@ -10,6 +10,7 @@ __all__ = ['ValueRange', 'RangeListener', 'RangeCheck']
 # %% ../../nbs/370_models.ranges.ipynb #imports
 import threading
 from inspect import signature
+from itertools import zip_longest
 from typing import NamedTuple
 import torch, torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
@@ -114,13 +115,13 @@ class RangeCheck:
 
     def listen(self,
         b, # The first batch, on the device
-        changed=(), # For each tensor of it: did a transform of the device make it?
+        changed=(), # For each tensor of it: did a transform of the device make it? Nothing: none of them
         tfms=(), # Those transforms
     ):
         "Begin to learn, unless it is done"
         if self.ranges is not None or self.listener: return
         keep = all(is_clean(t) and getattr(t, 'div_mask', 1)==1 for t in tfms)
-        ts = [t if keep or not c else None for t,c in zip(tensors_of(b), changed)]
+        ts = [t if keep or not c else None for t,c in zip_longest(tensors_of(b), changed)]
         self.listener = RangeListener(ts)
         self.listener.__enter__()
 

@@ -11,7 +11,7 @@ __all__ = ['on_xla', 'on_cpu', 'tensors_of', 'map_tensors', 'is_spread', 'to_hos
 # %% ../../nbs/030_runtime.transfer.ipynb #imports
 from contextlib import contextmanager
 from copy import copy
-from functools import partial
+from functools import lru_cache, partial
 import torch
 from fastai.basics import DataLoader, ItemTransform, Pipeline
 from fastcore.all import L
@@ -47,12 +47,15 @@ def _like_dict(vals, old):
 
 _nests = dict,list,tuple,L
 
+@lru_cache
+def _kind(c): return 'nest' if issubclass(c, _nests) else 'tensor' if issubclass(c, torch.Tensor) else None
+
 def _selected(b, select):
-    if not isinstance(b, _nests): return [b] if select(b) else []
+    if _kind(type(b))!='nest': return [b] if select(b) else []
     vs = b.values() if isinstance(b, dict) else b
-    kinds = {*map(type, vs)} # which are few, where a Recorder has a number of each step
-    if any(issubclass(k, _nests) for k in kinds): return [o for v in vs for o in _selected(v, select)]
-    return [*filter(select, vs)] if any(issubclass(k, torch.Tensor) for k in kinds) else []
+    kinds = {*map(_kind, map(type, vs))}
+    if 'nest' in kinds: return [o for v in vs for o in _selected(v, select)]
+    return [*filter(select, vs)] if 'tensor' in kinds else []
 
 def tensors_of(
     b, # Nested tuples, lists and dicts with tensors
@@ -74,7 +77,7 @@ def map_tensors(
 def _like(t, old):
     "`t` with type and metadata of `old`"
     if type(old) in (torch.Tensor, nn.Parameter): return t
-    t = t.as_subclass(type(old))
+    t = torch.as_subclass(t, type(old))
     t.__dict__.update(old.__dict__)
     return t
 

@@ -109,7 +109,7 @@ class TPUShardedTrainer(MeshTrainer):
 
     def before_batch(self):
         super().before_batch()
-        self.blocks.n = next((len(t) for t in tensors_of(list(self.xb)) if t.ndim), 0)
+        self.blocks.n = next((len(t) for t in tensors_of(self.learn.xb) if t.ndim), 0)
 
     def after_step(self):
         new = [] if self.has_state is None else [(p, v) for p,v in opt_tensors(self.opt).values() if id(p) not in self.has_state]

@@ -15,6 +15,7 @@ from weakref import ref, WeakKeyDictionary
 import numpy as np, torch
 from fastai.basics import Callback, CastToTensor, Learner, Recorder
 from fastai.callback.schedule import ParamScheduler
+from fastai.optimizer import Optimizer
 from fastcore.all import noop
 from ..runtime.transfer import tensors_of
 from ..patches.registry import Loans
@@ -80,16 +81,21 @@ def _quick_schedule(
     if f not in _quick: _quick[f] = _by_numbers(f)
     return _quick[f]
 
+def _set_hyper(opt, name, v):
+    "`opt.set_hyper(name, v)`, which is quicker for one number without a list of it"
+    if type(v) is not float or getattr(opt.set_hyper, '__func__', None) is not Optimizer.set_hyper: return opt.set_hyper(name, v)
+    opt._set_hyper(name, [v]*len(opt.param_lists))
+
 @stand_in(ParamScheduler, 'before_batch')
 def _schedule(cb, stock):
     learn = cb.learn
     if '_update_val' in vars(cb) or type(cb)._update_val is not ParamScheduler._update_val: return stock()
-    for n,f in cb.scheds.items(): learn.opt.set_hyper(n, _quick_schedule(f)(learn.pct_train))
+    for n,f in cb.scheds.items(): _set_hyper(learn.opt, n, _quick_schedule(f)(learn.pct_train))
 
 # %% ../../nbs/435_train.loop.ipynb #cast
 def _as_plain(b):
     if isinstance(b, tuple): return tuple(map(_as_plain, b))
-    if not isinstance(b, torch.Tensor): return b
+    if not isinstance(b, torch.Tensor) or type(b) is torch.Tensor: return b
     with torch._C.DisableTorchFunctionSubclass(): t = torch.as_subclass(b, torch.Tensor)
     t.__dict__ = b.__dict__
     return t

@@ -8,6 +8,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/train.parts.html.md"""
 __all__ = ['Gradients', 'StepKind', 'ReplayParts', 'ValidParts']
 
 # %% ../../nbs/455_train.parts.ipynb #imports
+from itertools import chain, compress, repeat
 import torch
 from fastai.callback.training import GradientAccumulation
 from fastai.optimizer import Lookahead
@@ -77,7 +78,9 @@ class StepKind(ModelLook):
         return *_batch_key([*learn.xb, *learn.yb]),learn.dl.n_real,*_torch_modes(),*self.kind(learn),len(self.state),self.of_model()
 
     def _kept(self, learn):
-        kept = [v for st in opt_states(learn.opt) for s in st.values() for v in s.values() if isinstance(v, torch.Tensor)]
+        states = chain.from_iterable(map(dict.values, opt_states(learn.opt)))
+        vs = [*chain.from_iterable(map(dict.values, states))]
+        kept = [*compress(vs, map(isinstance, vs, repeat(torch.Tensor)))]
         for o in getattr(learn.opt, 'slow_weights', None) or (): kept += o
         return kept
 

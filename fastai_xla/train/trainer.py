@@ -67,7 +67,7 @@ class BatchEnds(OnDevice):
 
     def _cut(self):
         "Cut the graph of a batch at its end, unless it was run again without tracing"
-        replay = self.replay if self.training else self.replay.valid
+        replay = self.replay if self.learn.training else self.replay.valid
         if not replay.ran: self._end_graph()
         replay.cut(self.learn)
 
@@ -118,7 +118,7 @@ class TPUTrainer(BatchEnds):
     def before_batch(self):
         super().before_batch()
         learn = self.learn
-        if self.training: self.replay.look_for_readers(learn)
+        if learn.training: self.replay.look_for_readers(learn)
         if not self.at_home and learn.dl.n_real is not None and mixes_samples(learn.model): learn.xb,learn.yb = learn.dl.trim((learn.xb, learn.yb))
         if self.check: self.check.listen([learn.xb, learn.yb], learn.dl.changed, learn.dl.placement.tfms)
 
@@ -136,7 +136,7 @@ class TPUTrainer(BatchEnds):
         if self.at_home: return
         self._cut()
         if not self.replay.group: self.queue.flush_if_due() # what waits is not computed yet
-        if self.training and self.train_iter==1: self._tell()
+        if not self._told and self.learn.training and self.learn.train_iter==1: self._tell()
 
     def after_fit(self):
         self.release()
