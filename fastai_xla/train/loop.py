@@ -95,7 +95,7 @@ def _schedule(cb, stock):
 # %% ../../nbs/435_train.loop.ipynb #cast
 def _as_plain(b):
     if isinstance(b, tuple): return tuple(map(_as_plain, b))
-    if not isinstance(b, torch.Tensor) or type(b) is torch.Tensor: return b
+    if not isinstance(b, torch.Tensor): return b
     with torch._C.DisableTorchFunctionSubclass(): t = torch.as_subclass(b, torch.Tensor)
     t.__dict__ = b.__dict__
     return t
