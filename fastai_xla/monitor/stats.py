@@ -16,9 +16,11 @@ from statistics import mean, median
 from typing import NamedTuple
 from fastai.basics import Callback, CancelFitException, Learner
 from fastcore.all import L
+from ..runtime.device import runtime_started, xla_device
 from ..runtime.counts import xla_counts
 from ..runtime.table import RowTable
 from ..runtime.args import check_int, check_path, check_type, wrong_arg
+from ..train.capture import StepTracer
 
 # %% ../../nbs/860_monitor.stats.ipynb #usual
 _times = 'wall','host'
@@ -46,14 +48,21 @@ class XLAStats(Callback):
         warm:int=2, # First steps, which the table leaves out
     ): self.warm = check_int('warm', warm, at_least=0)
     def before_fit(self): self.steps,self.train,self.valid,self.again = [],[],[],''
-    def before_train(self): self._start = self._last = xla_counts()
+    def _at_rest(self):
+        "The counts once the device has run all that it was given"
+        if runtime_started(): StepTracer(xla_device()).wait()
+        return xla_counts()
+
+    def before_train(self): self._start = self._last = self._at_rest()
     def after_batch(self):
         if not self.training: return
         now = xla_counts()
         self.steps.append(now-self._last)
         self._last = now
     def after_train(self):
-        self.train.append(xla_counts()-self._start)
+        now = self._at_rest()
+        if self.steps: self.steps[-1].executions += now.executions-self._last.executions # of a graph that ran on when its batch had ended
+        self.train.append(now-self._start)
         with suppress(RuntimeError): self.again = f'\n{self.learn.replay}' # there is none on the host
     def before_validate(self): self._start = xla_counts()
     def after_validate(self): self.valid.append(xla_counts()-self._start)

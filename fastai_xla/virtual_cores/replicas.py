@@ -12,7 +12,7 @@ import os, threading, traceback
 from functools import partial
 import torch
 from ..runtime.device import device_kind, n_cores, n_processes, require_xla, runtime_started, torch_xla, xla_device, xm, xr
-from ..runtime.counts import begin_own_calls
+from ..runtime.counts import begin_own_calls, own_reads
 from ..patches.registry import Loans
 from ..patches.spawn import spawn_with
 from .barrier import ReplicaError, _why_left
@@ -71,6 +71,7 @@ def _begin(n):
     for o in run.replicas:
         o.first = o.token = torch.zeros(1).to(f'xla:{o.rank}')
         _lib()._set_all_reduce_token(f'xla:{o.rank}', None)
+    with own_reads(): o.first.item() # adds its row to torch_xla's table before threads do
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     lend_collectives(run.loans)
     _lend_own_state(run.loans)
