@@ -160,6 +160,7 @@ class XLADL(MarkedDL):
             call_all(batches.stop, handoff.end, batches.close, partial(end_iter, self.dl, it), give_back, self.on_end)
 
     def _on_device(self, tfms, b, handoff):
+        "The batch `b` through the device's transforms, which draw after its items"
         sent = tensors_of(b)
         with drawn_for(self.n_real),handoff.device(): b = tfms(b)
         self.changed = [x is not y for x,y in zip(tensors_of(b), sent)]

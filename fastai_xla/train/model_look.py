@@ -81,7 +81,7 @@ class HostParts:
         self.plain = [(itemgetter(*ks, ks[0]), d) for d,ks in plain.values()]
 
 # %% ../../nbs/452_train.model_look.ipynb #model-look
-_of_params = [*map(attrgetter, ('_backward_hooks','_post_accumulate_grad_hooks'))] # hooks
+_param_hooks = [*map(attrgetter, ('_backward_hooks','_post_accumulate_grad_hooks'))]
 _training,_requires_grad,_run,_order,_run_train,_run_valid = map(attrgetter, ('training','requires_grad','run','order','run_train','run_valid'))
 
 class ModelLook(HostParts):
@@ -95,7 +95,7 @@ class ModelLook(HostParts):
         return plain,(nested,*map(len, self.dicts),*map(look, other),*self.watch.values(known=self.known, owners=self.holders))
 
     def _flags(self, cbs):
-        n_hooked = sum(sum(map(bool, map(o, self.params))) for o in _of_params)
+        n_hooked = sum(sum(map(bool, map(o, self.params))) for o in _param_hooks)
         runs = *map(_run, cbs),*map(_order, cbs),*map(_run_train if self.training else _run_valid, cbs),*(d.get(k) for d,k in self.numbers)
         return [*map(_training, self.mods), *map(len, self.hooks), *map(_requires_grad, self.params), n_hooked, *runs]
 

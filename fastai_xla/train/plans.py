@@ -185,7 +185,7 @@ class StepTracing(PlanMaker):
         may_share = self.capture.may_share(parts.state) # asked before what others have left is run: then no state is in their graphs
         self.capture.rest(learn.dl.sync, parts.state)
         self.key,self.open,self.blocked = parts.key(learn),[],parts.alias() or self._look(learn)
-        self.capture.wait() # what the last step was given has the memory of weights that it has not changed
+        if may_share: self.capture.wait() # what the last step was given has the memory of weights that it has not changed
         self.shared = may_share and shares_memory(parts.state)
         if self.blocked or self.shared: return
         self.open = [StepGiven(t, place, shape_of(t)) for place,ts in parts.found() for t in ts]

@@ -136,7 +136,7 @@ class TPUTrainer(BatchEnds):
         if self.at_home: return
         self._cut()
         if not self.replay.group: self.queue.flush_if_due() # what waits is not computed yet
-        if not self._told and self.learn.training and self.learn.train_iter==1: self._tell()
+        if self.learn.training and self.learn.train_iter==1: self._tell()
 
     def after_fit(self):
         self.release()

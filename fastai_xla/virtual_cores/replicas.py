@@ -71,7 +71,7 @@ def _begin(n):
     for o in run.replicas:
         o.first = o.token = torch.zeros(1).to(f'xla:{o.rank}')
         _lib()._set_all_reduce_token(f'xla:{o.rank}', None)
-    with own_reads(): o.first.item() # adds its row to torch_xla's table before threads do
+    with own_reads(): run.replicas[0].first.item() # adds its row to torch_xla's table before threads do
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     lend_collectives(run.loans)
     _lend_own_state(run.loans)
