@@ -3,7 +3,7 @@
     make bench                                          # installs accelerate and Lightning too; the table, and bench.json
     python benchmarks/bench.py --works vit --rounds 3   # some of it
     python benchmarks/bench.py --works vit --who 'hand fastai_xla scanned'     # what was tried and did not pay
-    python benchmarks/bench.py --works resnet18 --who 'hand fastai_xla seldom'          # what it costs to show each loss
+    python benchmarks/bench.py --works resnet18 --who 'hand fastai_xla seldom sharded sharded_seldom' # what it costs to show each loss
     python benchmarks/bench.py --works 'vit vit24' --who 'hand fastai_xla traced'       # what depth costs
     python benchmarks/bench.py --works mlp --who 'hand together sharded_together' --together 8 # what several steps in one program save
     python benchmarks/bench.py --works 'mlp resnet18 vit_tiny' --who 'hand fastai_xla' --tpu v5e-1  # beside what the chip would need
@@ -36,9 +36,11 @@ CONTENDERS = dict(hand='hand-written torch_xla loop, `torch.optim.AdamW`', syncf
                   fastai_xla='fastai_xla, one core', traced='the same with `to_tpu(replay=False)`', distributed='fastai_xla, distributed, 8 virtual cores', replica='one of its replicas, alone in its process', sharded='fastai_xla, sharded, 8 virtual cores',
                   together='fastai_xla, one core, several steps in one program (`--together`)', sharded_together='fastai_xla, sharded, the same', stock='fastai_xla with the optimizer step of fastai', accelerate='accelerate', lightning='Lightning')
 TRIED = dict(scanned='fastai_xla, the blocks of the ViT by `scan_layers`',
-             seldom='fastai_xla, one core, by `to_tpu(fetch_every=60)`: each second, the default, is each step where a step takes a second')
+             seldom='fastai_xla, one core, by `to_tpu(fetch_every=60)`: each second, the default, is each step where a step takes a second',
+             sharded_seldom='fastai_xla, sharded, the same')
 
-FORMS = dict(sharded='hand_sharded', sharded_together='hand_sharded') # what does the same by hand, where that is not `hand`
+FORMS = dict.fromkeys(('sharded','sharded_together','sharded_seldom'), 'hand_sharded') # what does the same by hand, where that is not `hand`
+SEVERAL = 'together','sharded_together' # have several steps in one program
 STRANGERS = 'hand','syncfree','hand_sharded','naive','accelerate','lightning' # train without anything of ours but what counts
 COUNTS = 'compiles','reads','uploads','upload_bytes','executions','nodes'
 
@@ -225,13 +227,13 @@ def run_lightning(work, n, tick):
 RUNS = dict(hand=run_hand, syncfree=partial(run_hand, syncfree=True), hand_sharded=partial(run_hand, sharded=True), naive=run_naive, fastai_xla=run_fastai_xla, traced=partial(run_fastai_xla, replay=False), distributed=run_distributed, replica=partial(run_distributed, cores=1), sharded=run_sharded,
             stock=partial(run_fastai_xla, stock=True), accelerate=run_accelerate, lightning=run_lightning, scanned=run_scanned,
             together=run_fastai_xla, sharded_together=run_sharded,
-            seldom=partial(run_fastai_xla, fetch_every=60.))
+            seldom=partial(run_fastai_xla, fetch_every=60.), sharded_seldom=partial(run_sharded, fetch_every=60.))
 
 def contend(work, who, n, together):
     "In a process of its own: train, and print what it cost"
     import torch
     torch.set_num_threads(1)
-    several = who in ('together','sharded_together')
+    several = who in SEVERAL
     if several: n = max(n, 7*together) # of which two programs are timed
     tick = Ticks(n, together if several else 1)
     res = RUNS[who](work, n, tick, **(dict(steps_per_execution=together) if several else {}))
@@ -243,7 +245,7 @@ def measure(work, who, n, together):
     from fastai_xla.monitor import read_dump, training_graph
     with tempfile.TemporaryDirectory() as dump:
         env = dict(os.environ, XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump} --xla_dump_hlo_as_text")
-        if who not in ('distributed','sharded','sharded_together'): env['CPU_NUM_DEVICES'] = str(CORES if who=='hand_sharded' else 1)
+        if who!='distributed' and who not in FORMS: env['CPU_NUM_DEVICES'] = str(CORES if who=='hand_sharded' else 1)
         res = subprocess.run([sys.executable, __file__, '--child', f'{work} {who}', '--steps', str(n), '--together', str(together)], capture_output=True, text=True, env=env)
         lines = [o for o in res.stdout.splitlines() if o.startswith('RESULT ')]
         if not lines: return print(f'{work} {who} failed: {res.stderr[-600:]}', file=sys.stderr)

@@ -77,7 +77,9 @@ def map_tensors(
 def _like(t, old):
     "`t` with type and metadata of `old`"
     if type(old) in (torch.Tensor, nn.Parameter): return t
-    t = torch.as_subclass(t, type(old))
+    has_slots = type(old).__basicsize__!=torch.Tensor.__basicsize__
+    if t.requires_grad or has_slots: t = torch.as_subclass(t, type(old))
+    else: t,t.__class__ = t.data,type(old) # the same without an operation of torch's
     t.__dict__.update(old.__dict__)
     return t
 
@@ -129,7 +131,7 @@ def send(
     spec=None, # From a tensor to the `XlaShardingSpec` by which it is spread over the devices of a mesh
 ):
     "The tensors `ts` on `device`, sent in one call"
-    ts = [t.detach().as_subclass(torch.Tensor).contiguous() for t in ts]
+    ts = [t if type(t) is torch.Tensor and not t.requires_grad and t.is_contiguous() else t.detach().as_subclass(torch.Tensor).contiguous() for t in ts]
     return torch_xla._XLAC._xla_tensors_from_aten(ts, [str(device)]*len(ts), spec and [spec(t) for t in ts])
 
 # %% ../../nbs/030_runtime.transfer.ipynb #upload

@@ -72,8 +72,8 @@ class StepTracer(StepSeeds):
         device, # XLA device
     ):
         super().__init__(device)
-        self.n_ops,self.n_copies,self.used,self.made,self.old = None,None,(),(),()
-        self.real = [] if xr.is_spmd() else _lib()._xla_real_devices([self.device])
+        self.n_ops,self.n_copies,self.used,self.made,self.old,self.spmd = None,None,(),(),(),xr.is_spmd()
+        self.real = [] if self.spmd else _lib()._xla_real_devices([self.device])
 
     def wait(self):
         "Until the device has nothing to do; what the last program was given is let go of"
@@ -142,7 +142,7 @@ class StepCapture(StepTracer):
         finally:
             if res:
                 deque(map(setattr, ts, repeat('data'), res[0]), 0) # not `_replace_xla_tensor`, after which `t.detach()` is the old value
-                if not xr.is_spmd(): self._keep(ins, res[0][:len(program.written)])
+                if not self.spmd: self._keep(ins, res[0][:len(program.written)])
                 if next_seed is not None: _lib()._xla_set_rng_seed(next_seed, self.device)
         self.n_copies = n_copies()
         return res[0]
@@ -161,7 +161,7 @@ class StepCapture(StepTracer):
 
     def may_share(self, state):
         "May somebody have copied one of `state` into another tensor since the last step? What is spread over cores shares nothing"
-        return n_copies()!=self.n_copies and not xr.is_spmd() and in_graphs(state)
+        return not self.spmd and n_copies()!=self.n_copies and in_graphs(state)
 
     def part(self, state):
         "Give each of `state` that others may have copied memory of its own, as theirs is the same"

@@ -10,30 +10,46 @@ __all__ = ['lend_loop']
 # %% ../../nbs/435_train.loop.ipynb #imports
 from bisect import bisect_right
 from inspect import getclosurevars
+from itertools import repeat
 from operator import attrgetter
 from weakref import ref, WeakKeyDictionary
 import numpy as np, torch
-from fastai.basics import Callback, CastToTensor, Learner, Recorder
+from fastai.basics import (Callback, CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException, CancelStepException,
+    CancelTrainException, CancelValidException, CastToTensor, Learner, Recorder, TrainEvalCallback)
 from fastai.callback.schedule import ParamScheduler
 from fastai.optimizer import Optimizer
-from fastcore.all import noop
+from fastcore.all import modify_exception, noop
 from ..runtime.transfer import tensors_of
 from ..patches.registry import Loans
 from .meters import DeviceSmoothLoss
 from .stand_ins import stand_in
 
 # %% ../../nbs/435_train.loop.ipynb #events
-def _answers(cb, event):
-    own = type(cb)
-    return event in vars(cb) or hasattr(own, event) or own.__call__ is not Callback.__call__ or own.__getattr__ is not Callback.__getattr__
+_cancels = CancelBackwardException,CancelBatchException,CancelEpochException,CancelFitException,CancelStepException,CancelTrainException,CancelValidException
+
+def _is_stock(cb, learn):
+    "Does `cb` answer to events of a batch as fastai's `Callback` does, by the `training` of `learn`?"
+    c = type(cb)
+    same = c.__call__ is Callback.__call__ and c.__getattr__ is Callback.__getattr__
+    return same and cb.learn is learn and 'training' not in vars(cb) and not hasattr(c, 'training')
+
+def _call(cb, event):
+    "`cb(event)`, which tells where an error comes from"
+    try: getattr(cb, event)()
+    except _cancels: raise
+    except Exception as e:
+        said = e.args[0] if e.args else ''
+        raise modify_exception(e, f'Exception occured in `{type(cb).__name__}` when calling event `{event}`:\n\t{said}', replace=True)
 
 def _call_event(
     learn, # A Learner
     event:str, # Such as 'after_batch'
 ):
-    "Have those callbacks of `learn` called that answer to `event`, in fastai's order"
+    "Have those callbacks of `learn` called that answer to `event` of a batch, in fastai's order"
     for cb in sorted(learn.cbs, key=attrgetter('order')):
-        if _answers(cb, event): cb(event)
+        if not _is_stock(cb, learn): cb(event)
+        elif event in vars(cb) or hasattr(type(cb), event):
+            if cb.run and (cb.run_train if learn.training else cb.run_valid): _call(cb, event)
 
 # %% ../../nbs/435_train.loop.ipynb #batch
 def _with_events(learn, stock, f, event_type, ex, final=noop):
@@ -81,10 +97,17 @@ def _quick_schedule(
     if f not in _quick: _quick[f] = _by_numbers(f)
     return _quick[f]
 
+def _sets_each(opt):
+    "Does `opt` set a hyper-parameter as fastai's optimizers do?"
+    c,own = type(opt),vars(opt)
+    return c.set_hyper is Optimizer.set_hyper and c._set_hyper is Optimizer._set_hyper and 'set_hyper' not in own and '_set_hyper' not in own
+
 def _set_hyper(opt, name, v):
-    "`opt.set_hyper(name, v)`, which is quicker for one number without a list of it"
-    if type(v) is not float or getattr(opt.set_hyper, '__func__', None) is not Optimizer.set_hyper: return opt.set_hyper(name, v)
-    opt._set_hyper(name, [v]*len(opt.param_lists))
+    "`opt.set_hyper(name, v)`, which is quicker for a number and for an array of one for each group without lists of them"
+    n = len(opt.hypers)
+    vs = repeat(v, n) if type(v) is float else v if type(v) is np.ndarray and v.shape==(n,) else None
+    if vs is None or not _sets_each(opt): return opt.set_hyper(name, v)
+    for h,o in zip(opt.hypers, vs): h[name] = o
 
 @stand_in(ParamScheduler, 'before_batch')
 def _schedule(cb, stock):
@@ -92,11 +115,16 @@ def _schedule(cb, stock):
     if '_update_val' in vars(cb) or type(cb)._update_val is not ParamScheduler._update_val: return stock()
     for n,f in cb.scheds.items(): _set_hyper(learn.opt, n, _quick_schedule(f)(learn.pct_train))
 
+@stand_in(ParamScheduler, 'after_batch')
+def _note_hypers(cb, stock):
+    hypers = cb.learn.opt.hypers[-1]
+    for n in cb.scheds: cb.hps[n].append(hypers[n])
+
 # %% ../../nbs/435_train.loop.ipynb #cast
 def _as_plain(b):
     if isinstance(b, tuple): return tuple(map(_as_plain, b))
     if not isinstance(b, torch.Tensor): return b
-    with torch._C.DisableTorchFunctionSubclass(): t = torch.as_subclass(b, torch.Tensor)
+    with torch._C.DisableTorchFunctionSubclass(): t = torch.as_subclass(b, torch.Tensor) if b.requires_grad else b.data
     t.__dict__ = b.__dict__
     return t
 
@@ -104,6 +132,12 @@ def _as_plain(b):
 def _cast(cb, stock): cb.learn.xb,cb.learn.yb = _as_plain(cb.learn.xb),_as_plain(cb.learn.yb)
 
 # %% ../../nbs/435_train.loop.ipynb #record
+@stand_in(TrainEvalCallback, 'after_batch')
+def _count(cb, stock):
+    learn = cb.learn
+    learn.pct_train += 1./(learn.n_iter*learn.n_epoch)
+    learn.train_iter += 1
+
 @stand_in(Recorder, 'after_batch')
 def _record(cb, stock):
     learn,smooth = cb.learn,cb.smooth_loss

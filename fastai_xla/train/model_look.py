@@ -95,9 +95,10 @@ class ModelLook(HostParts):
         return plain,(nested,*map(len, self.dicts),*map(look, other),*self.watch.values(known=self.known, owners=self.holders))
 
     def _flags(self, cbs):
-        n_hooked = sum(sum(map(bool, map(o, self.params))) for o in _param_hooks)
+        hooks = map(len, self.hooks) if any(self.hooks) else () # most models have none
+        n_hooked = sum(len([*filter(None, map(o, self.params))]) for o in _param_hooks)
         runs = *map(_run, cbs),*map(_order, cbs),*map(_run_train if self.training else _run_valid, cbs),*(d.get(k) for d,k in self.numbers)
-        return [*map(_training, self.mods), *map(len, self.hooks), *map(_requires_grad, self.params), n_hooked, *runs]
+        return [*map(_training, self.mods), *hooks, *map(_requires_grad, self.params), n_hooked, *runs]
 
     def of_model(self):
         "A number for what modules and callbacks there are, their flags, and what else their code can see on the host"

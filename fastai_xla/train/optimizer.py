@@ -11,7 +11,7 @@ __all__ = ['sent_numbers', 'made_step', 'count_step', 'optimizer_code', 'lend_st
 from itertools import chain
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
-import fastai.optimizer as fo, torch
+import fastai.optimizer as fo, numpy as np, torch
 from fastai.optimizer import Lookahead, Optimizer, OptimWrapper
 from ..runtime.device import program_kind, xr
 from ..runtime.transfer import on_xla, send
@@ -31,12 +31,13 @@ def _rows(work, lag=0):
 _sent = WeakKeyDictionary() # of each optimizer: the numbers sent last, and the tensor that they are
 
 def _numbers(rows): return tuple(v for row in rows for v in row.numbers.values())
+def _on_host(numbers, dtype): return torch.from_numpy(np.array(numbers, np.float64 if dtype is torch.float64 else np.float32)) # as `torch.tensor`, quicker
 
 def _send_numbers(opt, rows, dtype, device):
     "The rows as one tensor on `device`, the last one if it is the same"
     numbers = _numbers(rows)
     key = numbers,dtype,device
-    if _sent.get(opt, (None,))[0]!=key: _sent[opt] = key, *send([torch.tensor(numbers, dtype=dtype)], device)
+    if _sent.get(opt, (None,))[0]!=key: _sent[opt] = key, *send([_on_host(numbers, dtype)], device)
     return _sent[opt][1]
 
 # %% ../../nbs/410_train.optimizer.ipynb #mask
@@ -186,7 +187,7 @@ def count_step(
     if not made or not (work := _work_again(opt, made.ids)): return
     now,rows = _rows(work)
     if _like(work, now)!=made.like: return
-    numbers = _send_numbers(opt, rows, made.dtype, work.todo[0].p.device) if sends else torch.tensor(_numbers(rows), dtype=made.dtype)
+    numbers = _send_numbers(opt, rows, made.dtype, work.todo[0].p.device) if sends else _on_host(_numbers(rows), made.dtype)
     _count(work, now, rows)
     if isinstance(opt, OptimWrapper): give_torch_state(opt.opt, work)
     return numbers

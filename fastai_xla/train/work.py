@@ -40,7 +40,7 @@ def _of_fastai(opt):
 state_names = 'grad_avg','sqr_avg' # tensors that a step may keep for a parameter
 _owned = {*state_names,'step','do_wd','local_lr','dampening','clip','p'}
 
-def _plain(h): return not (_owned & h.keys()) and all(type(v) is float or isinstance(v, Real) for v in h.values()) # most are, and `Real` is slow to ask
+def _plain(h): return not (_owned & h.keys()) and all(isinstance(v, (float,Real)) for v in h.values()) # most are, and `Real` is slow to ask
 
 def _usual(o, device):
     p,g,st = o.p,o.p.grad,o.state
