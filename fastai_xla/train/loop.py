@@ -27,10 +27,12 @@ from .stand_ins import stand_in
 # %% ../../nbs/435_train.loop.ipynb #events
 _cancels = CancelBackwardException,CancelBatchException,CancelEpochException,CancelFitException,CancelStepException,CancelTrainException,CancelValidException
 
+_stock_call = Callback.__call__ # which others may replace for a while
+
 def _is_stock(cb, learn):
     "Does `cb` answer to events of a batch as fastai's `Callback` does, by the `training` of `learn`?"
     c = type(cb)
-    same = c.__call__ is Callback.__call__ and c.__getattr__ is Callback.__getattr__
+    same = c.__call__ is _stock_call and c.__getattr__ is Callback.__getattr__
     return same and cb.learn is learn and 'training' not in vars(cb) and not hasattr(c, 'training')
 
 def _call(cb, event):
@@ -124,7 +126,7 @@ def _note_hypers(cb, stock):
 def _as_plain(b):
     if isinstance(b, tuple): return tuple(map(_as_plain, b))
     if not isinstance(b, torch.Tensor): return b
-    with torch._C.DisableTorchFunctionSubclass(): t = torch.as_subclass(b, torch.Tensor) if b.requires_grad else b.data
+    with torch._C.DisableTorchFunctionSubclass(): t = torch.as_subclass(b, torch.Tensor)
     t.__dict__ = b.__dict__
     return t
 
