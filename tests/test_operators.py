@@ -40,7 +40,11 @@ IMAGES = dict(
     fmod=of(lambda x,a: x.fmod(a), 0.3, 0.7),
     floor_divide=of(lambda x,a: (x * 10).detach().round() / 10 // a + x, 0.1, -0.1, 0.3, 2),
     floor_divided=of(lambda x,a: a // ((x * 10).detach().round() / 10) + x, 1, 0.1),
-    rounded=of(lambda x,a: torch.div(x.detach().mul(10).round() / 10, 0.1, rounding_mode=a) + x, 'floor', None),
+    rounded=of(lambda x,a: torch.div(x.detach().mul(10).round() / 10, 0.1, rounding_mode=a) + x, 'floor', 'trunc', None),
+    rounded_double=of(lambda x,a: torch.div(x.detach().double().mul(10).round() / 10, 0.1, rounding_mode=a) + x, 'floor', 'trunc'),
+    rounded_infinite=of(lambda x,a: torch.div(a[0], x.detach().round(), rounding_mode=a[1]) + x, *[(n, m) for n in (float('inf'), 0., 2.5) for m in ('floor','trunc')]),
+    largest_so_far=of(lambda x,a: a(x+(x.round()-x).detach(), 1)[0], torch.cummax, torch.cummin), # with ties
+    largest_with_nan=of(lambda x,a: a(torch.where(x>1, torch.nan, x), 3)[0], torch.cummax, torch.cummin),
     logit=of(lambda x,a: torch.logit(x.sigmoid(), a), 0.01, 0.3),
     nanto=of(lambda x,a: x.log().nan_to_num(a, a, a), 1.0, 2.0),
     lerp=of(lambda x,a: x.lerp(x * x, a), 0.1, 0.7),
@@ -260,7 +264,7 @@ ON_HOST = dict( # what no form is known for, by case
     reduced='aten::cumprod',
     mask='aten::cumprod',
     cumulated_short='aten::cumprod',
-    largest='aten::_cummin_helper aten::median.dim_values',
+    largest='aten::median.dim_values',
 )
 
 IN_PLACE = dict(
@@ -278,6 +282,9 @@ IN_PLACE = dict(
     index_add=of(lambda x,a: (x*1).index_add_(1, at(x, [0,1]), x[:,:2], alpha=a), 1., 2.),
     scatter=of(lambda x,a: (x*1).scatter_(1, torch.zeros_like(x[:,:1], dtype=torch.long), a), .5, 2.),
     cumsum=of(lambda x,a: (x*1).cumsum_(a), 1, 2),
+    floor_divide=of(lambda x,a: ((x*10).detach().round()/10).floor_divide_(a)+x, .1, -.1, .3),
+    rounded=of(lambda x,a: ((x*10).detach().round()/10).div_(.1, rounding_mode=a)+x, 'floor', 'trunc', None),
+    scatter_add=of(lambda x,a: (x*1).scatter_add_(a, (x>0).long(), x), 1, 2),
     views=of(lambda x,a: (lambda y: (a(y), y)[1])(x*1), lambda y: y[0].mul_(2), lambda y: y[:,::2].add_(1), lambda y: y.view(-1)[3:7].zero_(),
         lambda y: y.transpose(1, 2)[0,0].fill_(3.), lambda y: y.diagonal(dim1=2, dim2=3).fill_(3.), lambda y: y.narrow(1, 1, 2).copy_(y[:,:2].clone()),
         lambda y: y.permute(3, 2, 1, 0)[2:4].mul_(2.), lambda y: y.select(1, 1).copy_(y[:,0].clone())),
@@ -301,6 +308,7 @@ WHOLE = dict(
     cumulated_short=of(lambda x,a: getattr(x.int(), a)(1), 'cumsum', 'cumprod'),
     cumulated_as=of(lambda x,a: (x>0).cumsum(1, dtype=a), torch.float, torch.int32),
     largest=of(lambda x,a: getattr(x, a)(1)[0], *'max min cummax cummin median'.split()),
+    places_of_largest=of(lambda x,a: getattr(a[1](x), a[0])(1)[1], *[(f, o) for f in ('cummax','cummin') for o in (torch.Tensor.int, torch.Tensor.bool, torch.Tensor.half, lambda t: t[:0])]),
     chosen=of(lambda x,a: torch.where(x>0, *a(x)), lambda x: (x, x/2), lambda x: (x/2, x), lambda x: (x, 0), lambda x: (1., 0.), lambda x: (x, 1.5), lambda x: (x.int(), x),
         lambda x: (x>1, x), lambda x: (x, at(x, 1.5)), lambda x: (x.bfloat16(), x.float())),
     clamped=of(lambda x,a: x.clamp(*a), (-2, 3), (.5, None), (None, .5), (0, 5), (.5, 2)),
@@ -313,6 +321,16 @@ WHOLE = dict(
     added_in_16_bits=of(lambda x,a: a[0]((x>-99).to(a[1]).repeat(1, 1, 4, 4)), *[(f, dtype) for f in (torch.sum, torch.mean, lambda t: t.mean((2,3)), lambda t: t.sum((1,2,3)),
         lambda t: F.adaptive_avg_pool2d(t, 1)) for dtype in (torch.bfloat16,torch.half)]),
     one_hot=of(lambda x,a: F.one_hot(x.abs(), a), 10, 12),
+)
+
+HALVES = dict(
+    scatter_add=lambda x: torch.zeros_like(x).scatter_add(1, torch.zeros_like(x, dtype=torch.long), x),
+    scatter_add_=lambda x: torch.zeros_like(x).scatter_add_(1, torch.zeros_like(x, dtype=torch.long), x),
+    embedding_bag=lambda x: F.embedding_bag(torch.zeros(1, 600, dtype=torch.long, device=x.device), x, mode='sum'),
+    binary_cross_entropy=lambda x: F.binary_cross_entropy(x/2, x*0, reduction='sum'),
+    with_logits=lambda x: F.binary_cross_entropy_with_logits(x, x*0, reduction='sum'),
+    soft_margin_loss=lambda x: F.soft_margin_loss(x, torch.ones_like(x), reduction='sum'),
+    variance=lambda x: (x*torch.arange(1000, device=x.device).sin().to(x.dtype)).var(1),
 )
 
 INPUTS = dict(images=(2,4,9,10), signals=(2,4,11), volumes=(1,2,6,6,8), matrix=(4,5))
@@ -349,6 +367,19 @@ def test_whole_numbers(name):
     torch.manual_seed(0)
     on_host = check(WHOLE[name], torch.randint(-9, 10, (2,4,9,10)), False)
     assert {*on_host}=={*ON_HOST.get(name, '').split()}
+
+@pytest.mark.parametrize('dtype', (torch.bfloat16,torch.half), ids=str)
+@pytest.mark.parametrize('name', HALVES)
+def test_sums_of_16_bits(name, dtype):
+    "Are near those of 32, forwards and backwards"
+    x = torch.ones(4, 1000)
+    for got,want in zip(outcome(HALVES[name], x.to(dtype), dev, True), outcome(HALVES[name], x, 'cpu', True), strict=True):
+        assert got.dtype==dtype and torch.allclose(got.float(), want, rtol=8e-3, atol=1e-3)
+
+def test_in_place_keeps_its_type():
+    torch.testing.assert_close(torch.arange(-3, 9, device=dev).floor_divide_(2).cpu(), torch.arange(-3, 9)//2)
+    with pytest.raises(RuntimeError, match="can't be cast"):
+        torch.arange(3, device=dev).floor_divide_(.5)
 
 def test_in_a_validation():
     "fastai validates by `no_grad`, where autograd keeps nothing and forms are the same"

@@ -100,13 +100,23 @@ def _count(x, dim=()): return (x!=0).sum(_dims(x, dim))
 def _sum_numbers(x, dim=(), keepdim=False, dtype=None):
     return (x if _is_whole(x) else torch.where(x.isnan(), 0, x)).sum(_dims(x, dim), keepdim, dtype=dtype)
 
-def _over_dims(stock, x, dim=(), *args, **kwargs): return stock(x, _dims(x, dim), *args, **kwargs)
+_halves = torch.bfloat16,torch.half
+
+def _in_32_bits(stock, x, *args, **kwargs):
+    "Where all numbers have 16 bits, computed in 32"
+    if not {x.dtype}=={o.dtype for o in (x, *args) if isinstance(o, torch.Tensor) and not _is_whole(o)}<={*_halves}: return stock(x, *args, **kwargs)
+    def cast(v, old, new): return v.to(new) if isinstance(v, torch.Tensor) and v.dtype is old else v
+    res = stock(*[cast(o, x.dtype, torch.float) for o in (x, *args)], **kwargs)
+    return tuple(cast(o, torch.float, x.dtype) for o in res) if isinstance(res, tuple) else cast(res, torch.float, x.dtype)
+
+def _over_dims(stock, x, dim=(), *args, **kwargs): return _in_32_bits(stock, x, _dims(x, dim), *args, **kwargs)
 
 def _added(stock, x, *args, dtype=None):
     "Sums and means: of 16 bits they are added up in 32, of which torch_xla's 16 keep the first 256 of equal numbers"
     if args: args = _dims(x, args[0]),*args[1:]
-    if dtype is None and x.dtype in (torch.bfloat16,torch.half): return stock(x.float(), *args).to(x.dtype)
-    return stock(x.to(dtype) if dtype else x, *args)
+    return stock(x.to(dtype), *args) if dtype else _in_32_bits(stock, x, *args)
+
+def _added_in_place(stock, x, *args): return x.copy_(torch.scatter_add(x, *args)) if x.dtype in _halves else stock(x, *args)
 
 def _is_whole(x): return not (x.is_floating_point() or x.is_complex())
 
@@ -137,19 +147,56 @@ def _mean_pool(n_dims, stock, x, kernel, stride=(), padding=(0,), ceil_mode=Fals
     edges = [_edges(*o, ceil_mode) for o in zip(x.shape[-n_dims:], kernel, stride, padding)]
     return stock(F.pad(x, [*chain.from_iterable(reversed(edges))]), kernel, stride)*(prod(kernel)/divisor_override)
 
+# %% ../../nbs/183_patches.as_torch.ipynb #running
+def _is_largest(stock, x, dim):
+    "Is no number before larger along `dim`? A NaN is larger than all, another NaN too"
+    if _is_whole(x): return x==stock(x, dim)[0]
+    nan = x.isnan()
+    high = torch.where(nan, torch.inf, x)
+    return nan | (high==stock(high, dim)[0]) & (stock(nan.int(), dim)[0]==0)
+
+def _last_largest(stock, x, dim):
+    "For each place along `dim` where the largest number up to there is, the last of equal ones"
+    if not (x.ndim and x.numel()): return torch.zeros_like(x, dtype=torch.long)
+    at = torch.arange(x.shape[dim], device=x.device).reshape([-1 if i==dim%x.ndim else 1 for i in range(x.ndim)])
+    return stock(torch.where(_is_largest(stock, x, dim), at, -1), dim)[0]
+
+def _taken(x, dim, at): return x.gather(dim, at) if x.ndim and x.numel() else x.clone()
+
+def _running_max(stock, x, dim):
+    with torch.no_grad(): at = _last_largest(stock, x, dim)
+    return _taken(x, dim, at),at
+
+def _running_min(stock, x, dim):
+    at = torch.cummax(~x if _is_whole(x) else -x.detach(), dim)[1]
+    return _taken(x, dim, at),at
+
 # %% ../../nbs/183_patches.as_torch.ipynb #quotients
 def _shifted(x, n): return torch.div(x.long(), 2**n, rounding_mode='floor').to(x.dtype)
 
+def _without_fraction(a, b, mode):
+    "`a/b` of fractions, down to a whole number: to that below, or of the quotient as the type holds it to that nearer to 0"
+    rest = torch.fmod(a, b)
+    whole = ((a-rest)/b).round()
+    if mode=='floor': return whole-((rest!=0) & ((rest<0)!=(b<0))).to(whole.dtype)
+    above = whole.abs()+1
+    return torch.where(above-(b.abs()-rest.abs())/b.abs()==above, torch.where((a<0)!=(b<0), -above, above), whole)
+
+def _as_tensors(a, b):
+    t = a if isinstance(a, torch.Tensor) else b
+    return [o if isinstance(o, torch.Tensor) else torch.full((), o, device=t.device, dtype=t.dtype if t.dtype is torch.double else None) for o in (a,b)]
+
 def _divided(stock, a, b, **kwargs):
-    "`1//.1` is 9, as .1 is a bit more in float32, and not 10, as the quotient is there that torch_xla rounds down"
-    device = next(o.device for o in (a,b) if isinstance(o, torch.Tensor))
-    a,b = [o if isinstance(o, torch.Tensor) else torch.full((), o, device=device) for o in (a,b)]
+    "`1//.1` is 9, as .1 is a bit more in float32, and not 10, as the quotient is there that torch_xla rounds down; XLA may compute the quotient by products"
+    a,b = _as_tensors(a, b)
     res = stock(a, b, **kwargs)
-    if kwargs.get('rounding_mode', 'floor')!='floor' or _is_whole(res): return res
-    with torch.no_grad():
-        rest = torch.fmod(a, b)
-        exact = ((a-rest)/b).round()-((rest!=0) & ((rest<0)!=(b<0))).to(res.dtype)
-    return torch.where(b!=0, exact, res)
+    mode = kwargs.get('rounding_mode', 'floor')
+    if mode is None or _is_whole(res): return res
+    with torch.no_grad(): return torch.where((b!=0) & (res.isfinite() | (mode=='floor')), _without_fraction(a, b, mode), res)
+
+def _divided_in_place(stock, a, b, **kwargs):
+    a,b = _as_tensors(a, b)
+    return stock(a, b, **kwargs) if _is_whole(a) else a.copy_(torch.div(a, b, rounding_mode=kwargs.get('rounding_mode', 'floor')))
 
 def _range(start, end, step=1, dtype=None, device=None, **kwargs):
     if not step or (end-start)/step<0: return torch.arange(start, end, step) # says what is wrong
@@ -171,7 +218,9 @@ _whole = {'norm.Scalar norm.ScalarOpt_dim norm.ScalarOpt_dtype norm.ScalarOpt_di
 _partly = {'abs': _absolute, 'amax amin std.correction var.correction std_mean.correction var_mean.correction': _over_dims,
     'mean mean.dim sum sum.dim_IntList': _added,
     'floor_divide div.Tensor_mode': _divided,
-    'cumsum cumprod': _cumulated, 'where.self': _chosen, 'clamp clamp_min clamp_max': _clamped,
+    'floor_divide_.Tensor div_.Tensor_mode': _divided_in_place, 'scatter_add_': _added_in_place,
+    'scatter_add binary_cross_entropy binary_cross_entropy_with_logits soft_margin_loss _embedding_bag _embedding_bag_forward_only': _in_32_bits,
+    'cumsum cumprod': _cumulated, 'cummax': _running_max, 'cummin': _running_min, 'where.self': _chosen, 'clamp clamp_min clamp_max': _clamped,
     'avg_pool2d': partial(_mean_pool, 2), 'avg_pool3d': partial(_mean_pool, 3), '_adaptive_avg_pool2d': _mean_of_areas}
 _sizes = {'upsample_linear1d upsample_bilinear2d upsample_trilinear3d': (_linear,1), 'upsample_bicubic2d': (_cubic,1),
     'upsample_nearest1d upsample_nearest2d upsample_nearest3d': (_nearest,),
