@@ -216,6 +216,9 @@ SIGNALS = dict(
     interpolate_signals=of(lambda x,a: F.interpolate(x, **a), dict(scale_factor=2), dict(size=5), dict(size=13, mode='linear'), dict(size=13,
         mode='linear', align_corners=True), dict(scale_factor=1.7, mode='linear')),
     solve_triangular=of(lambda x,a: torch.linalg.solve_triangular(x @ x.transpose(1, 2) + 3 * torch.eye(4, device=x.device), x, upper=a), True, False),
+    singular_values=of(lambda x,a: a(x), torch.linalg.svdvals, lambda x: torch.linalg.matrix_norm(x, 'nuc'), lambda x: torch.linalg.matrix_norm(x, 2), torch.linalg.matrix_rank, lambda x: x.norm('nuc', (1,2))),
+    inverses=of(lambda x,a: a(x @ x.transpose(1, 2) + 3 * torch.eye(4, device=x.device)), torch.linalg.inv, lambda x: torch.linalg.inv_ex(x)[1]),
+    bounded=of(lambda x,a: a(x, x[0,:,:1]), torch.clamp_min, torch.clamp_max, torch.clamp),
     cholesky=of(lambda x,a: torch.linalg.cholesky(x @ x.transpose(1, 2) + 3 * torch.eye(4, device=x.device), upper=a), False, True),
 )
 
@@ -260,6 +263,7 @@ ON_HOST = dict( # what no form is known for, by case
     solve_triangular='aten::linalg_solve_triangular',
     cholesky='aten::_local_scalar_dense aten::linalg_cholesky_ex aten::linalg_solve_triangular',
     addmm='aten::addmm',
+    inverses='aten::_local_scalar_dense',
     embedding_max_norm='aten::embedding_renorm_',
     reduced='aten::cumprod',
     mask='aten::cumprod',

@@ -135,6 +135,8 @@ def _clamped(stock, x, *bounds, **kwargs):
     is_fraction = _is_whole(x) and any(isinstance(o, float) for o in (*bounds, *kwargs.values()))
     return stock(x.to(torch.get_default_dtype()) if is_fraction else x, *bounds, **kwargs)
 
+def _bounded(stock, *ts): return stock(*torch.broadcast_tensors(*ts))
+
 def _edges(n, k, stride, padding, ceil_mode):
     "Pixels to be added before and after the `n` of a side for windows of `k`"
     m = (n+2*padding-k+(stride-1)*ceil_mode)//stride+1
@@ -170,6 +172,18 @@ def _running_max(stock, x, dim):
 def _running_min(stock, x, dim):
     at = torch.cummax(~x if _is_whole(x) else -x.detach(), dim)[1]
     return _taken(x, dim, at),at
+
+# %% ../../nbs/183_patches.as_torch.ipynb #matrices
+def _of_each_matrix(stock, A, *args, **kwargs):
+    "torch_xla's form is of one matrix"
+    if A.ndim==2 or not A.numel(): return stock(A, *args, **kwargs)
+    each = [stock(o, *args, **kwargs) for o in A.flatten(0, -3)]
+    return tuple(torch.stack(o).unflatten(0, A.shape[:-2]) for o in zip(*each))
+
+def _inverse(stock, A, **kwargs):
+    res,_ = stock(A)
+    failed = A.isfinite().flatten(-2).all(-1) & ~res.isfinite().flatten(-2).all(-1)
+    return res,failed.int()
 
 # %% ../../nbs/183_patches.as_torch.ipynb #quotients
 def _shifted(x, n): return torch.div(x.long(), 2**n, rounding_mode='floor').to(x.dtype)
@@ -220,6 +234,7 @@ _partly = {'abs': _absolute, 'amax amin std.correction var.correction std_mean.c
     'floor_divide div.Tensor_mode': _divided,
     'floor_divide_.Tensor div_.Tensor_mode': _divided_in_place, 'scatter_add_': _added_in_place,
     'scatter_add binary_cross_entropy binary_cross_entropy_with_logits soft_margin_loss _embedding_bag _embedding_bag_forward_only': _in_32_bits,
+    '_linalg_svd': _of_each_matrix, 'linalg_inv_ex': _inverse, 'clamp_min.Tensor clamp_max.Tensor': _bounded,
     'cumsum cumprod': _cumulated, 'cummax': _running_max, 'cummin': _running_min, 'where.self': _chosen, 'clamp clamp_min clamp_max': _clamped,
     'avg_pool2d': partial(_mean_pool, 2), 'avg_pool3d': partial(_mean_pool, 3), '_adaptive_avg_pool2d': _mean_of_areas}
 _sizes = {'upsample_linear1d upsample_bilinear2d upsample_trilinear3d': (_linear,1), 'upsample_bicubic2d': (_cubic,1),
