@@ -167,6 +167,7 @@ IMAGES = dict(
     expand=of(lambda x,a: x[:, :1].expand(-1, a, -1, -1), 2, 3),
     perm=of(lambda x,a: x.permute(a), (0, 2, 1, 3), (0, 3, 2, 1)),
     round=of(lambda x,a: x + x.detach().round(decimals=a), 0, 1, 2),
+    whole_quotient=of(lambda x,a: torch.div(x, 0.3, rounding_mode=a), 'floor', 'trunc'),
     divmode=of(lambda x,a: x + torch.div(x.detach(), 0.3, rounding_mode=a), None, 'floor', 'trunc'),
     sdpa=of(lambda x,a: F.scaled_dot_product_attention(x, x, x, is_causal=a), True, False),
     sdpas=of(lambda x,a: F.scaled_dot_product_attention(x, x, x, scale=a), 0.1, 1.0),

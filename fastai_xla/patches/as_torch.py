@@ -206,7 +206,8 @@ def _divided(stock, a, b, **kwargs):
     res = stock(a, b, **kwargs)
     mode = kwargs.get('rounding_mode', 'floor')
     if mode is None or _is_whole(res): return res
-    with torch.no_grad(): return torch.where((b!=0) & (res.isfinite() | (mode=='floor')), _without_fraction(a, b, mode), res)
+    with torch.no_grad(): whole = _without_fraction(a, b, mode)
+    return torch.where((b!=0) & (res.isfinite() | (mode=='floor')), whole, res) # which has gradients, zeros
 
 def _divided_in_place(stock, a, b, **kwargs):
     a,b = _as_tensors(a, b)
