@@ -14,6 +14,7 @@ from math import ceil, prod
 import torch
 from torch.nn import functional as F
 from .augment import _by_areas, _weighted
+from .ops import widen
 
 # %% ../../nbs/183_patches.as_torch.ipynb #kinds
 _aten = torch.ops.aten
@@ -100,23 +101,23 @@ def _count(x, dim=()): return (x!=0).sum(_dims(x, dim))
 def _sum_numbers(x, dim=(), keepdim=False, dtype=None):
     return (x if _is_whole(x) else torch.where(x.isnan(), 0, x)).sum(_dims(x, dim), keepdim, dtype=dtype)
 
-_halves = torch.bfloat16,torch.half
-
 def _in_32_bits(stock, x, *args, **kwargs):
     "Where all numbers have 16 bits, computed in 32"
-    if not {x.dtype}=={o.dtype for o in (x, *args) if isinstance(o, torch.Tensor) and not _is_whole(o)}<={*_halves}: return stock(x, *args, **kwargs)
-    def cast(v, old, new): return v.to(new) if isinstance(v, torch.Tensor) and v.dtype is old else v
-    res = stock(*[cast(o, x.dtype, torch.float) for o in (x, *args)], **kwargs)
-    return tuple(cast(o, torch.float, x.dtype) for o in res) if isinstance(res, tuple) else cast(res, torch.float, x.dtype)
+    fractions = [o for o in args if isinstance(o, torch.Tensor) and not _is_whole(o)]
+    if widen(x) is x or any(o.dtype!=x.dtype for o in fractions): return stock(x, *args, **kwargs)
+    res = stock(*[widen(o) if isinstance(o, torch.Tensor) else o for o in (x, *args)], **kwargs)
+    return tuple(o if _is_whole(o) else o.to(x.dtype) for o in res) if isinstance(res, tuple) else res.to(x.dtype)
 
-def _over_dims(stock, x, dim=(), *args, **kwargs): return _in_32_bits(stock, x, _dims(x, dim), *args, **kwargs)
+def _over_dims(stock, x, dim=(), *args, **kwargs): return stock(x, _dims(x, dim), *args, **kwargs)
+
+def _deviation(stock, *args, **kwargs): return _over_dims(partial(_in_32_bits, stock), *args, **kwargs)
 
 def _added(stock, x, *args, dtype=None):
     "Sums and means: of 16 bits they are added up in 32, of which torch_xla's 16 keep the first 256 of equal numbers"
     if args: args = _dims(x, args[0]),*args[1:]
     return stock(x.to(dtype), *args) if dtype else _in_32_bits(stock, x, *args)
 
-def _added_in_place(stock, x, *args): return x.copy_(torch.scatter_add(x, *args)) if x.dtype in _halves else stock(x, *args)
+def _added_in_place(stock, x, *args): return stock(x, *args) if widen(x) is x else x.copy_(torch.scatter_add(x, *args))
 
 def _is_whole(x): return not (x.is_floating_point() or x.is_complex())
 
@@ -163,15 +164,14 @@ def _last_largest(stock, x, dim):
     at = torch.arange(x.shape[dim], device=x.device).reshape([-1 if i==dim%x.ndim else 1 for i in range(x.ndim)])
     return stock(torch.where(_is_largest(stock, x, dim), at, -1), dim)[0]
 
-def _taken(x, dim, at): return x.gather(dim, at) if x.ndim and x.numel() else x.clone()
+def _with_places(x, dim, at): return (x.gather(dim, at) if x.ndim and x.numel() else x.clone()),at
 
 def _running_max(stock, x, dim):
     with torch.no_grad(): at = _last_largest(stock, x, dim)
-    return _taken(x, dim, at),at
+    return _with_places(x, dim, at)
 
 def _running_min(stock, x, dim):
-    at = torch.cummax(~x if _is_whole(x) else -x.detach(), dim)[1]
-    return _taken(x, dim, at),at
+    return _with_places(x, dim, torch.cummax(~x if _is_whole(x) else -x.detach(), dim)[1])
 
 # %% ../../nbs/183_patches.as_torch.ipynb #matrices
 def _of_each_matrix(stock, A, *args, **kwargs):
@@ -230,7 +230,7 @@ def _each(forms, kernels):
 _whole = {'norm.Scalar norm.ScalarOpt_dim norm.ScalarOpt_dtype norm.ScalarOpt_dim_dtype': _norm, 'dist': _distance,
     'count_nonzero count_nonzero.dim_IntList': _count, 'nansum': _sum_numbers, 'arange.start_step': _range,
     '__rshift__.Scalar __rshift__.Tensor bitwise_right_shift.Tensor': _shifted}
-_partly = {'abs': _absolute, 'amax amin std.correction var.correction std_mean.correction var_mean.correction': _over_dims,
+_partly = {'abs': _absolute, 'amax amin': _over_dims, 'std.correction var.correction std_mean.correction var_mean.correction': _deviation,
     'mean mean.dim sum sum.dim_IntList': _added,
     'floor_divide div.Tensor_mode': _divided,
     'floor_divide_.Tensor div_.Tensor_mode': _divided_in_place, 'scatter_add_': _added_in_place,
