@@ -106,8 +106,8 @@ def _acts(c):
     return any(hasattr(c, e) for e in (_inside if known else _events)) or c.__call__ is not Callback.__call__
 
 def _own_events(cb):
-    if _events.isdisjoint(vars(cb)): return [] # of most, much quicker
-    return [v for k,v in sorted(vars(cb).items()) if k in _events and not isinstance(v, Loan)]
+    own = vars(cb)
+    return [own[k] for k in sorted(_events.intersection(own)) if not isinstance(own[k], Loan)]
 
 def step_callbacks(
     learn, # A Learner
