@@ -1,4 +1,4 @@
-"""What the TPU's compiler says of resizing images, result and gradient: by the matrix products of `patches.as_torch`, and by torch's decompositions, which take pixels by their places. Nothing runs on a TPU.
+"""What the TPU's compiler says of resizing images, result and gradient: by the matrix products of `patches.resize`, and by torch's decompositions, which take pixels by their places. Nothing runs on a TPU.
 
     python benchmarks/resize.py
     python benchmarks/resize.py --shape '16 256 32 32' --size '64 64' --modes 'bilinear nearest bicubic'

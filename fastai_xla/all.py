@@ -22,6 +22,8 @@ from .patches.recompute import *
 from .patches.spmd import *
 from .patches.spawn import *
 from .patches.text import *
+from .patches.kernels import *
+from .patches.resize import *
 from .patches.as_torch import *
 from .patches.by_parts import *
 from .patches.recurrent import *

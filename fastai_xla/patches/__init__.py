@@ -12,6 +12,8 @@ from .recompute import *
 from .spmd import *
 from .spawn import *
 from .text import *
+from .kernels import *
+from .resize import *
 from .as_torch import *
 from .by_parts import *
 from .recurrent import *

@@ -13,80 +13,8 @@ from itertools import chain
 from math import ceil, prod
 import torch
 from torch.nn import functional as F
-from .augment import _by_areas, _weighted
+from .kernels import _decomposed, _entire, _entirely, _ops, _partly
 from .ops import widen
-
-# %% ../../nbs/183_patches.as_torch.ipynb #kinds
-_aten = torch.ops.aten
-
-def _decomposed(
-    op, # An operator, as `torch.ops.aten.celu.default`
-):
-    "`op` as torch's decomposition of it writes it"
-    def form(*args, **kwargs):
-        from torch._decomp import decomposition_table # not above: it imports a second of torch
-        return decomposition_table[op](*args, **kwargs)
-    return form
-
-def _entire(
-    f, # Called with an operator's arguments
-):
-    "A kernel that computes an operator by `f`"
-    return lambda keys, *args, **kwargs: f(*args, **kwargs)
-
-def _in_part(
-    op, # An operator
-    f, # Called with torch_xla's form of `op`, and the arguments
-):
-    "A kernel, for where autograd looks, that computes `op` by `f`"
-    key = torch._C.DispatchKey
-    def kernel(keys, *args, **kwargs): return f(partial(op.redispatch, keys.remove(key.AutogradXLA).add(key.AutogradOther)), *args, **kwargs)
-    return kernel
-
-# %% ../../nbs/183_patches.as_torch.ipynb #resize
-def _source(n, m, scale, device, align_corners):
-    "Where among `n` pixels the `m` look at that they are resized to"
-    i = torch.arange(m, device=device)
-    return i*((n-1)/max(m-1, 1)) if align_corners else (i+.5)*(1/scale if scale else n/m)-.5
-
-def _linear(n, *args):
-    p = _source(n, *args).clamp(0, n-1)
-    first = p.floor().clamp(max=max(n-2, 0))
-    return torch.stack([first, (first+1).clamp(max=n-1)]).long(),torch.stack([1-(p-first), p-first])
-
-def _cubic(n, *args, a=-.75):
-    p = _source(n, *args)
-    first = p.floor()
-    def near(d): return ((a+2)*d-(a+3))*d*d+1
-    def far(d): return ((a*d-5*a)*d+8*a)*d-4*a
-    at,t = torch.stack([first+j for j in range(-1, 3)]).clamp(0, n-1).long(),p-first
-    return at,torch.stack([far(t+1), near(t), near(1-t), far(2-t)])
-
-def _nearest(n, m, scale, device, offset=0):
-    at = ((torch.arange(m, device=device)+offset)*(1/scale if scale else n/m)).floor().clamp(max=n-1)
-    return at.long()[None],torch.ones(1, m, device=device)
-
-def _is_repeated(taps, n, m, scale): return taps not in (_linear,_cubic) and m%n==0 and scale in (None,m/n)
-
-def _along(x, dim, at, share):
-    "As `_weighted`, also for `dim` -3"
-    if dim>-3: return _weighted(x, at, share, dim)
-    return _weighted(x.flatten(-2), at, share, -2).unflatten(-1, x.shape[-2:])
-
-def _resized(op, taps, n_flags=0):
-    "A form of `op`, whose arguments are an image, its size, `n_flags` flags and scales, by `taps`: the places of pixels, and the share of each"
-    def form(x, size, *args):
-        if not x.is_floating_point(): return _decomposed(op)(x, size, *args)
-        res,flags,scales = x if x.dtype==torch.float64 else x.float(),args[:n_flags],args[n_flags:] or [None]*len(size)
-        for i,(n,m,scale) in enumerate(zip(x.shape[2:], size, scales)):
-            dim = i-len(size)
-            res = res.repeat_interleave(m//n, dim) if _is_repeated(taps, n, m, scale) else _along(res, dim, *taps(n, m, scale, x.device, *flags))
-        return res.to(x.dtype)
-    return form
-
-def _mean_of_areas(stock, x, size):
-    if all(n%m==0 for n,m in zip(x.shape[-2:], size)): return stock(x, size)
-    return _by_areas(x.float(), size).to(x.dtype)
 
 # %% ../../nbs/183_patches.as_torch.ipynb #sums
 def _norm(x, p=2, dim=None, keepdim=False, dtype=None):
@@ -218,33 +146,25 @@ def _range(start, end, step=1, dtype=None, device=None, **kwargs):
     dtype = dtype or (torch.get_default_dtype() if any(isinstance(o, float) for o in (start,end,step)) else torch.long)
     return torch.arange(ceil((end-start)/step), dtype=dtype, device=device)*step+start
 
+# %% ../../nbs/183_patches.as_torch.ipynb #sample
+def _of_one_sample(stock, x, y, *args, **kwargs):
+    "A loss of a batch, of which `x` may be the only sample"
+    if x.ndim!=1: return stock(x, y, *args, **kwargs)
+    res = stock(x[None], y[None], *args, **kwargs)
+    return res[0] if res.ndim else res
+
 # %% ../../nbs/183_patches.as_torch.ipynb #forms
-def _ops(names):
-    "Operators of torch by their names"
-    return [getattr(getattr(_aten, o), overload or 'default') for o,_,overload in (n.partition('.') for n in names.split())]
-
-def _each(forms, kernels):
-    "The `kernels` of an operator and its form, for each of `forms`, by operator"
-    return {op: kernels(op, f) for names,f in forms.items() for op in _ops(names)}
-
-_whole = {'norm.Scalar norm.ScalarOpt_dim norm.ScalarOpt_dtype norm.ScalarOpt_dim_dtype': _norm, 'dist': _distance,
+_in_all = {'norm.Scalar norm.ScalarOpt_dim norm.ScalarOpt_dtype norm.ScalarOpt_dim_dtype': _norm, 'dist': _distance,
     'count_nonzero count_nonzero.dim_IntList': _count, 'nansum': _sum_numbers, 'arange.start_step': _range,
     '__rshift__.Scalar __rshift__.Tensor bitwise_right_shift.Tensor': _shifted}
-_partly = {'abs': _absolute, 'amax amin': _over_dims, 'std.correction var.correction std_mean.correction var_mean.correction': _deviation,
+_in_some = {'abs': _absolute, 'amax amin': _over_dims, 'std.correction var.correction std_mean.correction var_mean.correction': _deviation,
     'mean mean.dim sum sum.dim_IntList': _added,
-    'floor_divide div.Tensor_mode': _divided,
+    'floor_divide div.Tensor_mode': _divided, 'nll_loss_nd': _of_one_sample,
     'floor_divide_.Tensor div_.Tensor_mode': _divided_in_place, 'scatter_add_': _added_in_place,
     'scatter_add binary_cross_entropy binary_cross_entropy_with_logits soft_margin_loss _embedding_bag _embedding_bag_forward_only': _in_32_bits,
     '_linalg_svd': _of_each_matrix, 'linalg_inv_ex': _inverse, 'clamp_min.Tensor clamp_max.Tensor': _bounded,
     'cumsum cumprod': _cumulated, 'cummax': _running_max, 'cummin': _running_min, 'where.self': _chosen, 'clamp clamp_min clamp_max': _clamped,
-    'avg_pool2d': partial(_mean_pool, 2), 'avg_pool3d': partial(_mean_pool, 3), '_adaptive_avg_pool2d': _mean_of_areas}
-_sizes = {'upsample_linear1d upsample_bilinear2d upsample_trilinear3d': (_linear,1), 'upsample_bicubic2d': (_cubic,1),
-    'upsample_nearest1d upsample_nearest2d upsample_nearest3d': (_nearest,),
-    '_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d': (partial(_nearest, offset=.5),)}
-
+    'avg_pool2d': partial(_mean_pool, 2), 'avg_pool3d': partial(_mean_pool, 3)}
 _as_torch = { # {operator: {dispatch key: kernel}}
     **{op: dict(XLA=_entire(_decomposed(op))) for op in _ops('elu_backward celu pixel_shuffle pixel_unshuffle')},
-    **_each(_whole, lambda op,f: dict(XLA=_entire(f))),
-    **_each(_partly, lambda op,f: dict(AutogradXLA=_in_part(op, f))),
-    **_each(_sizes, lambda op,taps: dict.fromkeys(('XLA','AutogradXLA'), _entire(_resized(op, *taps))))}
-del _as_torch[_aten.upsample_trilinear3d.default]['XLA'] # torch_xla has put a kernel of Python there, of which torch allows one
+    **_entirely(_in_all), **_partly(_in_some)}

@@ -8,33 +8,19 @@ Docs: https://fastai-xla.github.io/fastai_xla/patches.by_parts.html.md"""
 __all__ = []
 
 # %% ../../nbs/185_patches.by_parts.ipynb #imports
-import torch, warnings
-from .registry import keep_patch, Patch
-from .as_torch import _as_torch, _decomposed, _entire, _ops
+import torch
+from .registry import keep_patch
+from .kernels import _decomposed, _entire, _Kernels, _ops
+from .resize import _resizing
+from .as_torch import _as_torch
 
 # %% ../../nbs/185_patches.by_parts.ipynb #by-parts
 _missing = '''im2col col2im huber_loss huber_loss_backward glu_backward channel_shuffle bucketize.Tensor linalg_cross renorm sinc logit_backward
     heaviside vdot'''
 _of_parts = 'multi_margin_loss logaddexp _weight_norm_interface complex polar'
 
-class _Kernels(Patch):
-    "`new` of `owner`, kernels of its operators by dispatch key, as a library of torch's"
-    def apply(self):
-        self.wanted = True
-        if self.in_force: return
-        self.library = torch.library.Library('aten', 'IMPL')
-        with warnings.catch_warnings():
-            warnings.filterwarnings('ignore', 'Warning only once for all operators') # that a kernel of torch_xla's is replaced
-            for op,kernels in self.new.items():
-                for key,kernel in kernels.items(): self.library.impl(op.name(), kernel, key, with_keyset=True)
-        self.in_force = True
-
-    def undo(self):
-        if self.in_force: self.library._destroy()
-        self.in_force = False
-
 def _at(names, *keys): return {o: dict.fromkeys(keys, _entire(_decomposed(o))) for o in _ops(names)}
 
-keep_patch(_Kernels(torch.ops, 'aten', {**_at(_missing, 'XLA'), **_at(_of_parts, 'XLA', 'AutogradXLA'), **_as_torch},
+keep_patch(_Kernels(torch.ops, 'aten', {**_at(_missing, 'XLA'), **_at(_of_parts, 'XLA', 'AutogradXLA'), **_resizing, **_as_torch},
     'operators ran on the host, which read the device in the middle of each step, or computed something else than torch',
     'torch_xla 2.8-2.9, pytorch/xla 8897'))
