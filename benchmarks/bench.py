@@ -32,12 +32,12 @@ warnings.filterwarnings('ignore')
 BS,LR,WARM,CORES = 16,1e-3,6,8
 WORKS = dict(vit='timm ViT, 12 blocks of width 64, 16 px', resnet18='resnet18, 64 px', mlp='MLP of 8 layers')
 MORE = dict(vit24='timm ViT, 24 blocks of width 64, 16 px', vit_tiny='timm ViT-tiny, 12 blocks of width 192, 64 px')
-CONTENDERS = dict(hand='hand-written torch_xla loop, `torch.optim.AdamW`', syncfree='the same with `torch_xla.amp.syncfree.AdamW`', hand_sharded='the same, parameters and batches spread over 8 virtual cores by `mark_sharding`', naive='naive fastai: `model.to`, a callback that syncs',
-                  fastai_xla='fastai_xla, one core', traced='the same with `to_tpu(replay=False)`', distributed='fastai_xla, distributed, 8 virtual cores', replica='one of its replicas, alone in its process', sharded='fastai_xla, sharded, 8 virtual cores',
-                  together='fastai_xla, one core, several steps in one program (`--together`)', sharded_together='fastai_xla, sharded, the same', stock='fastai_xla with the optimizer step of fastai', accelerate='accelerate', lightning='Lightning')
+CONTENDERS = dict(hand='hand-written torch_xla loop, `torch.optim.AdamW`', syncfree='the hand-written loop with `torch_xla.amp.syncfree.AdamW`', hand_sharded='the hand-written loop, parameters and batches spread over 8 virtual cores by `mark_sharding`', naive='naive fastai: `model.to`, a callback that syncs',
+                  fastai_xla='fastai_xla, one core', traced='fastai_xla, one core, by `to_tpu(replay=False)`', distributed='fastai_xla, distributed, 8 virtual cores', replica='one of its replicas, alone in its process', sharded='fastai_xla, sharded, 8 virtual cores',
+                  together='fastai_xla, one core, several steps in one program (`--together`)', sharded_together='fastai_xla, sharded, several steps in one program', stock='fastai_xla with the optimizer step of fastai', accelerate='accelerate', lightning='Lightning')
 TRIED = dict(scanned='fastai_xla, the blocks of the ViT by `scan_layers`',
-             seldom='fastai_xla, one core, by `to_tpu(fetch_every=60)`: each second, the default, is each step where a step takes a second',
-             sharded_seldom='fastai_xla, sharded, the same')
+             seldom='fastai_xla, one core, by `to_tpu(fetch_every=60)`',
+             sharded_seldom='fastai_xla, sharded, by `to_tpu_sharded(fetch_every=60)`')
 
 FORMS = dict.fromkeys(('sharded','sharded_together','sharded_seldom'), 'hand_sharded') # what does the same by hand, where that is not `hand`
 SEVERAL = 'together','sharded_together' # have several steps in one program
