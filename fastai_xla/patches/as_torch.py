@@ -153,6 +153,8 @@ def _of_one_sample(stock, x, y, *args, **kwargs):
     res = stock(x[None], y[None], *args, **kwargs)
     return res[0] if res.ndim else res
 
+def _rolled(stock, x, *args): return stock(x, *args) if x.numel() else x.clone()
+
 # %% ../../nbs/183_patches.as_torch.ipynb #forms
 _in_all = {'norm.Scalar norm.ScalarOpt_dim norm.ScalarOpt_dtype norm.ScalarOpt_dim_dtype': _norm, 'dist': _distance,
     'count_nonzero count_nonzero.dim_IntList': _count, 'nansum': _sum_numbers, 'arange.start_step': _range,
@@ -163,7 +165,7 @@ _in_some = {'abs': _absolute, 'amax amin': _over_dims, 'std.correction var.corre
     'floor_divide_.Tensor div_.Tensor_mode': _divided_in_place, 'scatter_add_': _added_in_place,
     'scatter_add binary_cross_entropy binary_cross_entropy_with_logits soft_margin_loss _embedding_bag _embedding_bag_forward_only': _in_32_bits,
     '_linalg_svd': _of_each_matrix, 'linalg_inv_ex': _inverse, 'clamp_min.Tensor clamp_max.Tensor': _bounded,
-    'cumsum cumprod': _cumulated, 'cummax': _running_max, 'cummin': _running_min, 'where.self': _chosen, 'clamp clamp_min clamp_max': _clamped,
+    'roll': _rolled, 'cumsum cumprod': _cumulated, 'cummax': _running_max, 'cummin': _running_min, 'where.self': _chosen, 'clamp clamp_min clamp_max': _clamped,
     'avg_pool2d': partial(_mean_pool, 2), 'avg_pool3d': partial(_mean_pool, 3)}
 _as_torch = { # {operator: {dispatch key: kernel}}
     **{op: dict(XLA=_entire(_decomposed(op))) for op in _ops('elu_backward celu pixel_shuffle pixel_unshuffle')},
