@@ -321,6 +321,7 @@ WHOLE = dict(
         lambda x: (x>1, x), lambda x: (x, at(x, 1.5)), lambda x: (x.bfloat16(), x.float())),
     clamped=of(lambda x,a: x.clamp(*a), (-2, 3), (.5, None), (None, .5), (0, 5), (.5, 2)),
     clamped_min=of(lambda x,a: x.clamp_min(a), 1, .5),
+    clamped_mask=of(lambda x,a: (x>0).clamp(*a), (0, None), (None, 1), (.5, None)),
     with_numbers=of(lambda x,a: a(x), lambda x: x*True, lambda x: x+.5, lambda x: x*2.5, lambda x: x**2, lambda x: 2**x.abs(), lambda x: 1-x, lambda x: (x>0)*2, lambda x: x==1.),
     cast=of(lambda x,a: (x*.6).to(a), torch.long, torch.int32, torch.int16, torch.int8, torch.bool, torch.half, torch.bfloat16, torch.double),
     mixed=of(lambda x,a: a(x, x.float()*1.5), torch.maximum, torch.add, torch.mul, lambda x,y: torch.cat([x,y]), lambda x,y: x<y),

@@ -8,7 +8,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/patches.as_torch.html.md"""
 __all__ = []
 
 # %% ../../nbs/183_patches.as_torch.ipynb #imports
-from functools import partial
+from functools import partial, reduce
 from itertools import chain
 from math import ceil, prod
 import torch
@@ -61,8 +61,8 @@ def _chosen(stock, which, a, b):
     return stock(which, a.to(dtype), b.to(dtype))
 
 def _clamped(stock, x, *bounds, **kwargs):
-    is_fraction = _is_whole(x) and any(isinstance(o, float) for o in (*bounds, *kwargs.values()))
-    return stock(x.to(torch.get_default_dtype()) if is_fraction else x, *bounds, **kwargs)
+    dtypes = [torch.result_type(x, o) for o in (*bounds, *kwargs.values()) if o is not None]
+    return stock(x.to(reduce(torch.promote_types, dtypes, x.dtype)), *bounds, **kwargs)
 
 def _bounded(stock, *ts): return stock(*torch.broadcast_tensors(*ts))
 
