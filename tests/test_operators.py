@@ -232,8 +232,8 @@ VOLUMES = dict(
 
 MATRIX = dict(
     one_sample=of(lambda x,a: F.cross_entropy(x[0], at(x, 2), reduction=a), 'mean', 'sum', 'none'), # which ended the process
-    none_rolled=of(lambda x,a: x[:0].roll(1, a), 0, 1), # the same
     one_smoothed=of(lambda x,a: F.cross_entropy(x[0], at(x, 2), x[1].detach().abs(), label_smoothing=a), 0., .1),
+    none_rolled=of(lambda x,a: x[:0].roll(1, a), 0, 1), # which ended it, too
     spectrum=of(lambda x,a: a(x).abs(), torch.fft.rfft, torch.fft.fft2, lambda x: torch.complex(x, x*2), lambda x: torch.complex(x*0, x*0),
         lambda x: torch.stft(x, 4, 2, window=torch.hann_window(4, device=x.device), return_complex=True)),
     addmm=of(lambda x,a: torch.addmm(x @ x.T, x, x.T, beta=a, alpha=a * 2), 0.5, 2.0),

@@ -13,7 +13,7 @@ from itertools import chain
 from math import ceil, prod
 import torch
 from torch.nn import functional as F
-from .kernels import _decomposed, _entire, _entirely, _ops, _partly
+from .kernels import _by_torch, _entirely, _partly
 from .ops import widen
 
 # %% ../../nbs/183_patches.as_torch.ipynb #sums
@@ -32,8 +32,9 @@ def _sum_numbers(x, dim=(), keepdim=False, dtype=None):
 def _in_32_bits(stock, x, *args, **kwargs):
     "Where all numbers have 16 bits, computed in 32"
     fractions = [o for o in args if isinstance(o, torch.Tensor) and not _is_whole(o)]
-    if widen(x) is x or any(o.dtype!=x.dtype for o in fractions): return stock(x, *args, **kwargs)
-    res = stock(*[widen(o) if isinstance(o, torch.Tensor) else o for o in (x, *args)], **kwargs)
+    wide = widen(x)
+    if wide is x or any(o.dtype!=x.dtype for o in fractions): return stock(x, *args, **kwargs)
+    res = stock(wide, *[widen(o) if isinstance(o, torch.Tensor) else o for o in args], **kwargs)
     return tuple(o if _is_whole(o) else o.to(x.dtype) for o in res) if isinstance(res, tuple) else res.to(x.dtype)
 
 def _over_dims(stock, x, dim=(), *args, **kwargs): return stock(x, _dims(x, dim), *args, **kwargs)
@@ -167,6 +168,5 @@ _in_some = {'abs': _absolute, 'amax amin': _over_dims, 'std.correction var.corre
     '_linalg_svd': _of_each_matrix, 'linalg_inv_ex': _inverse, 'clamp_min.Tensor clamp_max.Tensor': _bounded,
     'roll': _rolled, 'cumsum cumprod': _cumulated, 'cummax': _running_max, 'cummin': _running_min, 'where.self': _chosen, 'clamp clamp_min clamp_max': _clamped,
     'avg_pool2d': partial(_mean_pool, 2), 'avg_pool3d': partial(_mean_pool, 3)}
-_as_torch = { # {operator: {dispatch key: kernel}}
-    **{op: dict(XLA=_entire(_decomposed(op))) for op in _ops('elu_backward celu pixel_shuffle pixel_unshuffle')},
-    **_entirely(_in_all), **_partly(_in_some)}
+
+_as_torch = {**_by_torch('elu_backward celu pixel_shuffle pixel_unshuffle', 'XLA'), **_entirely(_in_all), **_partly(_in_some)}

@@ -10,7 +10,7 @@ __all__ = []
 # %% ../../nbs/185_patches.by_parts.ipynb #imports
 import torch
 from .registry import keep_patch
-from .kernels import _decomposed, _entire, _Kernels, _ops
+from .kernels import _by_torch, _Kernels
 from .resize import _resizing
 from .as_torch import _as_torch
 
@@ -19,8 +19,6 @@ _missing = '''im2col col2im huber_loss huber_loss_backward glu_backward channel_
     heaviside vdot'''
 _of_parts = 'multi_margin_loss logaddexp _weight_norm_interface complex polar'
 
-def _at(names, *keys): return {o: dict.fromkeys(keys, _entire(_decomposed(o))) for o in _ops(names)}
-
-keep_patch(_Kernels(torch.ops, 'aten', {**_at(_missing, 'XLA'), **_at(_of_parts, 'XLA', 'AutogradXLA'), **_resizing, **_as_torch},
+keep_patch(_Kernels(torch.ops, 'aten', {**_by_torch(_missing, 'XLA'), **_by_torch(_of_parts, 'XLA', 'AutogradXLA'), **_resizing, **_as_torch},
     'operators ran on the host, which read the device in the middle of each step, or computed something else than torch',
     'torch_xla 2.8-2.9, pytorch/xla 8897'))

@@ -51,6 +51,7 @@ def _each(forms, kernels):
 
 def _entirely(forms): return _each(forms, lambda op,f: dict(XLA=_entire(f)))
 def _partly(forms): return _each(forms, lambda op,f: dict(AutogradXLA=_in_part(op, f)))
+def _by_torch(names, *keys): return {op: dict.fromkeys(keys, _entire(_decomposed(op))) for op in _ops(names)}
 
 # %% ../../nbs/181_patches.kernels.ipynb #patch
 class _Kernels(Patch):

@@ -63,7 +63,7 @@ _taps = {'upsample_linear1d upsample_bilinear2d upsample_trilinear3d': (_linear,
     'upsample_nearest1d upsample_nearest2d upsample_nearest3d': (_nearest,),
     '_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d': (partial(_nearest, offset=.5),)}
 
-_resizing = { # {operator: {dispatch key: kernel}}
+_resizing = {
     **_each(_taps, lambda op,taps: dict.fromkeys(('XLA','AutogradXLA'), _entire(_resized(op, *taps)))),
     **_partly({'_adaptive_avg_pool2d': _mean_of_areas})}
 del _resizing[_aten.upsample_trilinear3d.default]['XLA'] # torch_xla has put a kernel of Python there, of which torch allows one

@@ -10,6 +10,7 @@ __all__ = ['LateTensor', 'on_time', 'Owed']
 # %% ../../nbs/415_train.late.ipynb #imports
 import torch
 from torch.utils._pytree import tree_map_only
+from ..runtime.transfer import tensors_of
 
 # %% ../../nbs/415_train.late.ipynb #late
 class LateTensor(torch.Tensor):
@@ -32,7 +33,8 @@ def on_time(
     v, # Nested tuples, lists and dicts
 ):
     "`v` with the values of its late tensors in their place"
-    return tree_map_only(LateTensor, lambda o: o.known, v)
+    late = any(isinstance(o, LateTensor) for o in tensors_of(v)) # a tree of `v` takes far longer than this
+    return tree_map_only(LateTensor, lambda o: o.known, v) if late else v
 
 # %% ../../nbs/415_train.late.ipynb #owed
 _known_before = 'shape','dtype','device','ndim','layout','requires_grad'

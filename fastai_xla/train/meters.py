@@ -16,7 +16,7 @@ from fastai.basics import AvgLoss, AvgMetric, AvgSmoothLoss, find_bs, Metric, to
 from fastai.metrics import foreground_acc, LossMetric
 from fastcore.all import detuplify, GetAttr
 from ..runtime.counts import own_reads
-from ..runtime.transfer import tensors_of, to_host
+from ..runtime.transfer import to_host
 from ..runtime.args import check_number
 from .late import LateTensor, on_time
 
@@ -40,9 +40,7 @@ class HostQueue:
 
     def flush(self):
         "Fetch all that waits in one transfer, and hand it over in order"
-        waiting,bs = self.waiting,[b for _,b in self.waiting]
-        late = any(isinstance(o, LateTensor) for o in tensors_of(bs))
-        hosts = to_host(on_time(bs) if late else bs) # to look for some in trees takes more time than all the rest
+        waiting,hosts = self.waiting,to_host(on_time([b for _,b in self.waiting]))
         self.waiting,self.nbytes,self.last,errors = [],0,time.monotonic(),[]
         for (meter,_),b in zip(waiting, hosts):
             try: self._hand_over(meter, b)
