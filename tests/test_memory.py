@@ -33,14 +33,16 @@ print(len(list(model.parameters())), xla_counts().aliases)
 """
 
 def graphs(code, folder):
-    "The graphs of a step and of a batch of validation of `code`; number of parameters"
+    "The graphs of a step and of a batch of validation of `code`; number of parameters, and of graphs as large as a step's"
     out,found = run_ok(SETUP+code, XLA_FLAGS=f'--xla_dump_to={folder} --xla_dump_hlo_as_text'),read_dump(folder)
-    return training_graph(found),found[-1],int(out.split()[-2])
+    step = training_graph(found)
+    return step,found[-1],int(out.split()[-2]),sum(o.instructions>step.instructions/2 for o in found)
 
 def test_memory_and_donation(tmp_path):
     traced = OURS.replace('to_tpu()', 'to_tpu(replay=False)')
-    (hand,_,n),(ours,valid,_),(again,valid_again,_) = (graphs(o, tmp_path/str(i)) for i,o in enumerate((HAND, traced, OURS)))
+    (hand,_,n,_),(ours,valid,_,_),(again,valid_again,_,n_again) = (graphs(o, tmp_path/str(i)) for i,o in enumerate((HAND, traced, OURS)))
     assert ours.donated>=hand.donated>=3*n # parameters and the two averages of Adam
+    assert n_again==1 # the first step is the program of the others
     assert again.donated>=3*n # but no scalars, which torch_xla caches
     assert again.nbytes<=ours.nbytes+3*8 # the numbers of batches of three batch norms
     assert max(ours.nbytes, again.nbytes)<=1.02*hand.nbytes

@@ -140,11 +140,9 @@ def opt_tensors(
 def placed_tensors(
     learn, # A Learner
 ):
-    "The XLA tensors of model and optimizer by name, in the order in which torch_xla's own steps have them"
-    ms = [*enumerate(learner_modules(learn))]
-    params = {(i,n): t for i,m in ms for n,t in m.named_parameters()}
-    buffers = {(i,n): t for i,m in ms for n,t in m.named_buffers()} # last: XLA packs the memory of a step by the order
-    return {k: t for k,t in {**params, **{k: t for k,(_,t) in opt_tensors(learn.opt).items()}, **buffers}.items() if on_xla(t)}
+    "The XLA tensors of model and optimizer by name"
+    res = {(i,n): t for i,m in enumerate(learner_modules(learn)) for n,t in chain(m.named_parameters(), m.named_buffers())}
+    return {**{k: t for k,t in res.items() if on_xla(t)}, **{k: t for k,(_,t) in opt_tensors(learn.opt).items()}}
 
 def _mark(t): return torch_xla._XLAC._xla_get_tensor_id(t), 0 if t.is_inference() else t._version
 

@@ -60,7 +60,8 @@ class StepKind(ModelLook):
         watch=None, # As for `HostParts`
     ):
         super().__init__(learn, watch or HostWatch())
-        self.state = list({id(t): t for t in (*self.placed(learn).values(), *waiting)}.values())
+        state,buffers = {id(t): t for t in (*self.placed(learn).values(), *waiting)},{id(t) for m in self.mods for t in m._buffers.values()}
+        self.state = sorted(state.values(), key=lambda t: id(t) in buffers) # these last, as in torch_xla's own steps: XLA packs memory by the order
         self.state_ids,self.owners = {id(t) for t in self.state},step_owners(learn, self.mods, self.training)
         self.records = step_records(learn, self.training)
         if self.training: self.count_state(learn)
