@@ -125,7 +125,8 @@ class Turns:
         self._turn.acquire()
 
     def _leave(self):
-        with suppress(RuntimeError): self._turn.release() # Ctrl-C may have come before it was acquired again
+        try: self._turn.release()
+        except RuntimeError: pass # Ctrl-C has come before it was acquired again
 
     def waiting(self, f):
         "Training thread: what `f()` returns; meanwhile the background thread may have its turn"

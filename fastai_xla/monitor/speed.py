@@ -32,7 +32,7 @@ def _n_samples(dl, a, b):
     n = getattr(dl, 'n', None) or b*bs
     return min(b*bs, n)-min(a*bs, n)
 
-def _n_trained(learn): return learn.replay.n_traced+learn.replay.n_replayed
+def _n_trained(replay): return replay.n_traced+replay.n_replayed
 
 class EpochClock:
     "What the training steps of an epoch have taken so far"
@@ -40,7 +40,8 @@ class EpochClock:
         learn, # A Learner on a device, whose epoch begins
     ):
         self.learn,(self.n_cores,self.n_here) = learn,cores_of(learn)
-        self.trained = _n_trained(learn)
+        self.replay = learn.replay
+        self.trained = _n_trained(self.replay)
         self.begin(0)
 
     def begin(self,
@@ -53,7 +54,7 @@ class EpochClock:
     @property
     def is_whole(self):
         "Has a batch been trained, and each since the epoch began? A checkpoint passes over some"
-        n = _n_trained(self.learn)-self.trained
+        n = _n_trained(self.replay)-self.trained
         return n>0 and n==self.learn.iter+1
 
     def sums(self):

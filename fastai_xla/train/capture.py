@@ -37,6 +37,8 @@ class StepProgram(NamedTuple):
     seeds:tuple=(0,) # After how many draws it takes the seed, for each seed that it takes
     draws:int=0 # After how many it sets the seed from which that of the next step follows; 0 if it doesn't
 
+    def changed(self, state): return [*map(state.__getitem__, self.written)] # those tensors of `state` that it changes
+
     def differs(self, other):
         "How `other`, of the step before, differs; None if it is the same program"
         if other is None: return 'the first of its kind'
@@ -57,7 +59,7 @@ class ProgramInputs:
         *groups, # Tensors of the state, what it is given, its numbers and its seeds
     ):
         "The inputs of `program`"
-        groups,sizes = (*groups, program.consts.values()),[len(o) for o in groups]
+        groups,sizes = (*groups, program.consts.values()),[*map(len, groups)]
         known,of,pick = self.picks.get(id(program), (None,None,None))
         if known is not program or of!=sizes:
             starts,consts = dict(zip(('state','given','number','seed','const'), accumulate((0, *sizes)))),{j: i for i,j in enumerate(program.consts)}
@@ -171,7 +173,7 @@ class StepCapture(StepTracer):
     def run(self, program, state, given, numbers, seeds=None):
         "Run `program` again with what these are now; returns its other results. The `seeds` of a step that has waited are those that it had"
         ins = self.inputs.of(program, state, given, numbers, self.seeds_for(program) if seeds is None else seeds)
-        written = [state[k] for k in program.written]
+        written = program.changed(state)
         self.wait() # `_run_cached_graph` does too, but holds the interpreter's lock
         return self._execute(program, ins, written, self.next_seed if seeds is None else None)[len(written):]
 

@@ -27,13 +27,8 @@ from .stand_ins import stand_in
 # %% ../../nbs/435_train.loop.ipynb #events
 _cancels = CancelBackwardException,CancelBatchException,CancelEpochException,CancelFitException,CancelStepException,CancelTrainException,CancelValidException
 
-_stock_call = Callback.__call__ # which others may replace for a while
-
-def _is_stock(cb, learn):
-    "Does `cb` answer to events of a batch as fastai's `Callback` does, by the `training` of `learn`?"
-    c = type(cb)
-    same = c.__call__ is _stock_call and c.__getattr__ is Callback.__getattr__
-    return same and cb.learn is learn and 'training' not in vars(cb) and not hasattr(c, 'training')
+_order = attrgetter('order')
+_stock_call,_stock_get = Callback.__call__,Callback.__getattr__ # which others may replace for a while
 
 def _call(cb, event):
     "`cb(event)`, which tells where an error comes from"
@@ -48,10 +43,11 @@ def _call_event(
     event:str, # Such as 'after_batch'
 ):
     "Have those callbacks of `learn` called that answer to `event` of a batch, in fastai's order"
-    for cb in sorted(learn.cbs, key=attrgetter('order')):
-        if not _is_stock(cb, learn): cb(event)
-        elif event in vars(cb) or hasattr(type(cb), event):
-            if cb.run and (cb.run_train if learn.training else cb.run_valid): _call(cb, event)
+    for cb in sorted(learn.cbs, key=_order):
+        c,own = type(cb),vars(cb)
+        is_stock = c.__call__ is _stock_call and c.__getattr__ is _stock_get and cb.learn is learn
+        if not is_stock or 'training' in own or hasattr(c, 'training'): cb(event)
+        elif (event in own or hasattr(c, event)) and cb.run and (cb.run_train if learn.training else cb.run_valid): _call(cb, event)
 
 # %% ../../nbs/435_train.loop.ipynb #batch
 def _with_events(learn, stock, f, event_type, ex, final=noop):
@@ -105,17 +101,17 @@ def _sets_each(opt):
     return c.set_hyper is Optimizer.set_hyper and c._set_hyper is Optimizer._set_hyper and 'set_hyper' not in own and '_set_hyper' not in own
 
 def _set_hyper(opt, name, v):
-    "`opt.set_hyper(name, v)`, which is quicker for a number and for an array of one for each group without lists of them"
-    n = len(opt.hypers)
-    vs = repeat(v, n) if type(v) is float else v if type(v) is np.ndarray and v.shape==(n,) else None
-    if vs is None or not _sets_each(opt): return opt.set_hyper(name, v)
-    for h,o in zip(opt.hypers, vs): h[name] = o
+    "`opt.set_hyper(name, v)` of an `opt` that `_sets_each`, which is quicker for a number and for an array of one for each group without lists of them"
+    hypers = opt.hypers
+    vs = repeat(v) if type(v) is float else v if type(v) is np.ndarray and v.shape==(len(hypers),) else None
+    if vs is None: return opt.set_hyper(name, v)
+    for h,o in zip(hypers, vs): h[name] = o
 
 @stand_in(ParamScheduler, 'before_batch')
 def _schedule(cb, stock):
-    learn = cb.learn
-    if '_update_val' in vars(cb) or type(cb)._update_val is not ParamScheduler._update_val: return stock()
-    for n,f in cb.scheds.items(): _set_hyper(learn.opt, n, _quick_schedule(f)(learn.pct_train))
+    pos,opt = cb.learn.pct_train,cb.learn.opt
+    if '_update_val' in vars(cb) or type(cb)._update_val is not ParamScheduler._update_val or not _sets_each(opt): return stock()
+    for n,f in cb.scheds.items(): _set_hyper(opt, n, _quick_schedule(f)(pos))
 
 @stand_in(ParamScheduler, 'after_batch')
 def _note_hypers(cb, stock):

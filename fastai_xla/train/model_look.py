@@ -11,7 +11,7 @@ __all__ = ['HostParts', 'ModelLook']
 import marshal
 from inspect import getattr_static
 from itertools import chain
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, is_
 from torch import nn
 from ..runtime.transfer import on_xla
 from ..patches.registry import Loan
@@ -73,30 +73,29 @@ class HostParts:
     def _sort(self):
         "Part the attributes of modules by how they are compared: plain values, lists, tuples and dicts of such, others"
         own = [(d, k) for d in self.dicts for k,v in d.items() if k not in module_internals and not isinstance(v, (nn.Module,Loan)) and not on_xla(v)]
-        plain,self.nested,self.other,self.last = {},[],[],None
+        plain,nested,other,self.last = [],[],[],None
         for d,k in own:
-            if type(d[k]) in _numbers: plain.setdefault(id(d), (d, []))[1].append(k)
-            elif type(d[k]) in (list,tuple,dict) and _is_nested(d[k]): self.nested.append((d, k))
-            else: self.other.append((d, k))
-        self.plain = [(itemgetter(*ks, ks[0]), d) for d,ks in plain.values()]
+            (plain if type(d[k]) in _numbers else nested if type(d[k]) in (list,tuple,dict) and _is_nested(d[k]) else other).append((d, k))
+        self.plain,self.nested,self.other = [[*zip(*o)] or [(),()] for o in (plain, nested, other)] # dicts and names
+        self.names = tuple(ks for _,ks in (self.plain, self.nested, self.other))
 
 # %% ../../nbs/452_train.model_look.ipynb #model-look
-_param_hooks = [*map(attrgetter, ('_backward_hooks','_post_accumulate_grad_hooks'))]
+_backward_hooks,_post_hooks = map(attrgetter, ('_backward_hooks','_post_accumulate_grad_hooks'))
 _training,_requires_grad,_run,_order,_run_train,_run_valid = map(attrgetter, ('training','requires_grad','run','order','run_train','run_valid'))
 
 class ModelLook(HostParts):
     "Has what the code of a step can see changed?"
     def seen(self):
         "Plain attributes of modules, and the rest of what the code of a step can see on the host; `ValueError` where one is of another kind than it was"
-        plain,other = [f(d) for f,d in self.plain],[*(d.get(k) for d,k in self.other), *map(in_slots, self.slotted)]
-        nested = marshal.dumps([d[k] for d,k in self.nested], 2)
+        plain,other = [*map(dict.__getitem__, *self.plain)],[*map(dict.get, *self.other), *map(in_slots, self.slotted)]
+        nested = marshal.dumps([*map(dict.__getitem__, *self.nested)], 2)
         if len(nested)>2**18: raise CannotSee('holds more than can be compared in each step')
-        look = HostLook(self.watch.words, self.known, map(id, xla_tensors(other)), self.holders)
-        return plain,(nested,*map(len, self.dicts),*map(look, other),*self.watch.values(known=self.known, owners=self.holders))
+        looks = map(HostLook(self.watch.words, self.known, map(id, xla_tensors(other)), self.holders), other) if other else () # most models have none
+        return plain,(nested,*map(len, self.dicts),*looks,*self.watch.values(known=self.known, owners=self.holders))
 
     def _flags(self, cbs):
         hooks = map(len, self.hooks) if any(self.hooks) else () # most models have none
-        n_hooked = sum(len([*filter(None, map(o, self.params))]) for o in _param_hooks)
+        n_hooked = sum(map(bool, chain(map(_backward_hooks, self.params), map(_post_hooks, self.params))))
         runs = *map(_run, cbs),*map(_order, cbs),*map(_run_train if self.training else _run_valid, cbs),*(d.get(k) for d,k in self.numbers)
         return [*map(_training, self.mods), *hooks, *map(_requires_grad, self.params), n_hooked, *runs]
 
@@ -106,12 +105,12 @@ class ModelLook(HostParts):
         flags,objects = self._flags(cbs),[*self._objects(), *step_makers(self.learn, cbs)]
         try:
             plain,more = self._seen_now()
-            now = [*objects, *flags, *chain.from_iterable(plain)]
+            now = [*objects, *flags, *plain]
             if self.last and more==self.last[1] and len(now)==len(self.last[0]) and all(map(is_, now, self.last[0])): return self.last[2]
             if [*map(id, objects)]!=self.ids: return object() # others, which may be where those were
-            if not _all_plain(chain.from_iterable(plain)): plain,more = self._sorted()
+            if not _all_plain(plain): plain,more = self._sorted()
         except CannotSee: return object()
-        self.last = now,more,self.watch.number((self.generation, *flags), marshal.dumps(plain, 2), more)
+        self.last = now,more,self.watch.number((self.generation, *flags), self.names, marshal.dumps(plain, 2), more)
         return self.last[2]
 
     def _sorted(self):

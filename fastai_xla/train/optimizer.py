@@ -8,7 +8,9 @@ Docs: https://fastai-xla.github.io/fastai_xla/train.optimizer.html.md"""
 __all__ = ['sent_numbers', 'made_step', 'count_step', 'optimizer_code', 'lend_step', 'make_state_ahead']
 
 # %% ../../nbs/410_train.optimizer.ipynb #imports
-from itertools import chain
+from collections import deque
+from itertools import chain, repeat
+from operator import attrgetter
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 import fastai.optimizer as fo, numpy as np, torch
@@ -21,16 +23,18 @@ from .steppers import ParamSpec, mask_of, step_formula, step_program, step_row
 from .work import formulas_hold, give_torch_state, hypers_hold, state_names, work_of
 
 # %% ../../nbs/410_train.optimizer.ipynb #numbers
+_group,_state = map(attrgetter, ('group','state')) # of a `StepTodo`
+
 def _rows(work, lag=0):
     "Which row each parameter has, and the rows, as if `lag` steps had not been made"
-    keys = [(o.group, o.state.get('step', 0)) for o in work.todo]
+    keys = [*zip(map(_group, work.todo), map(dict.get, map(_state, work.todo), repeat('step'), repeat(0)))]
     idxs = {k: i for i,k in enumerate(dict.fromkeys(keys))}
-    return [idxs[k] for k in keys], [step_row(work.steppers, work.hypers[group], max(0, step-lag)) for group,step in idxs]
+    return [*map(idxs.get, keys)], [step_row(work.steppers, work.hypers[group], max(0, step-lag)) for group,step in idxs]
 
 # %% ../../nbs/410_train.optimizer.ipynb #send
 _sent = WeakKeyDictionary() # of each optimizer: the numbers sent last, and the tensor that they are
 
-def _numbers(rows): return tuple(v for row in rows for v in row.numbers.values())
+def _numbers(rows): return tuple(chain.from_iterable(row.numbers.values() for row in rows))
 def _on_host(numbers, dtype): return torch.from_numpy(np.array(numbers, np.float64 if dtype is torch.float64 else np.float32)) # as `torch.tensor`, quicker
 
 def _send_numbers(opt, rows, dtype, device):
@@ -77,8 +81,8 @@ _made,_works = WeakKeyDictionary(),WeakKeyDictionary() # of each optimizer: its 
 
 def _like(work, rows):
     "What of steppers, hyper-parameters and state decides about the program of a step, beside shapes"
-    states = [o.state for o in work.todo]
-    return work.steppers,rows,[bool(h.get('beta')) for h in work.hypers],[st.get('do_wd', True) for st in states],[*map(len, states)]
+    states = [*map(_state, work.todo)]
+    return work.steppers,rows,[bool(h.get('beta')) for h in work.hypers],[*map(dict.get, states, repeat('do_wd'), repeat(True))],[*map(len, states)]
 
 def _parts(opt):
     "Of what `work_of` makes the work of one of fastai's optimizers"
@@ -108,8 +112,8 @@ def _write(o, k, t, mask):
         old.copy_(t if mask is None else torch.where(mask.ok, t, old))
 
 def _count(work, idxs, rows):
-    if (fo.step_stat,) in work.steppers:
-        for o,row in zip(work.todo, idxs): o.state['step'] = rows[row].step
+    steps = [row.step for row in rows]
+    if (fo.step_stat,) in work.steppers: deque(map(dict.__setitem__, map(_state, work.todo), repeat('step'), map(steps.__getitem__, idxs)), 0)
 
 @torch.no_grad()
 def _apply(opt, work, unwritten=()):

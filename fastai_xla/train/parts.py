@@ -27,9 +27,9 @@ from .model_look import ModelLook
 def _batch_key(b):
     "Shapes and types of the tensors in a batch, and what else it has"
     ts = xla_tensors(b)
-    look = HostLook(given={*map(id, ts)})
     other = [o for o in b if not (isinstance(o, torch.Tensor) and o.is_xla)]+[vars(t) for t in ts if vars(t)]
-    return *((type(t), t.shape, t.dtype, t.requires_grad) for t in ts),*map(look, other)
+    seen = map(HostLook(given={*map(id, ts)}), other) if other else ()
+    return *((type(t), t.shape, t.dtype, t.requires_grad) for t in ts),*seen
 
 def _torch_modes(): return torch.get_default_dtype(),torch.is_autocast_enabled('xla'),torch.get_autocast_dtype('xla')
 

@@ -144,7 +144,7 @@ class PlanRunner(StepWaiting):
             self.settle()
             given = self._given(plan)
         if [shape_of(t) for t in given]!=plan.shapes or not self.parts.is_state_of(learn): return False
-        written = [self.parts.state[k] for k in plan.program.written]
+        written = plan.program.changed(self.parts.state)
         self.capture.part(written)
         self.capture.rest(learn.dl.sync, written)
         if (numbers := self.count(learn, plan)) is None: return False

@@ -122,7 +122,7 @@ def after_bar(
 def _show_loss(cb, stock):
     loss = getattr(cb.learn, 'smooth_loss', None)
     if not isinstance(loss, PendingLoss): return stock()
-    cb.pbar.update(cb.iter+1)
+    cb.pbar.update(cb.learn.iter+1)
     known = loss.newest()
     if known is not None and known is not getattr(cb.pbar, 'shown', None): cb.pbar.shown,cb.pbar.comment = known,f'{known.item():.4f}'
 

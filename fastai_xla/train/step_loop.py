@@ -129,7 +129,7 @@ class LoopCapture(StepCapture):
         from torch_xla.core import xla_builder as xb
         hlo = _lib()._get_xla_tensors_hlo_proto(self.roots)
         roots = _lib()._xla_user_computation('xla::steps', ts, loop_computation(hlo, program, args, chain, [xb.tensor_shape(t) for t in ts]))
-        if xr.is_spmd(): _spread_alike(roots, [self.state[k] for k in program.written])
+        if xr.is_spmd(): _spread_alike(roots, program.changed(self.state))
         ids,values = _lib()._get_tensors_xla_device_data_node(roots)
         known = {j: name for name,t in zip(args.names, ts) for j in (tensor_id(t), *data_ids(t))}
         names,free = [known[i] for i in ids],{('state',k) for k in program.written}

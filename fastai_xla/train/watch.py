@@ -77,9 +77,9 @@ class UsersCode:
     def values(self,
         **kwargs, # For `HostLook`
     ):
-        "What all of this holds"
+        "What all of this holds, each with its name"
         look = HostLook(self.words, **kwargs)
-        return [look(v) for _,v in self._roots()]
+        return [(k, look(v)) for k,v in self._roots()]
 
     def seen(self,
         **kwargs, # For `HostLook`

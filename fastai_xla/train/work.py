@@ -9,6 +9,7 @@ __all__ = ['state_names', 'StepTodo', 'StepWork', 'hypers_hold', 'formulas_hold'
 
 # %% ../../nbs/405_train.work.ipynb #imports
 from functools import partial
+from itertools import repeat
 from numbers import Real
 from typing import NamedTuple
 import fastai.optimizer as fo, torch
@@ -40,7 +41,7 @@ def _of_fastai(opt):
 state_names = 'grad_avg','sqr_avg' # tensors that a step may keep for a parameter
 _owned = {*state_names,'step','do_wd','local_lr','dampening','clip','p'}
 
-def _plain(h): return not (_owned & h.keys()) and all(isinstance(v, (float,Real)) for v in h.values()) # most are, and `Real` is slow to ask
+def _plain(h): return not (_owned & h.keys()) and all(map(isinstance, h.values(), repeat((float,Real)))) # most are floats, and `Real` is slow to ask
 
 def _usual(o, device):
     p,g,st = o.p,o.p.grad,o.state
