@@ -70,13 +70,15 @@ def _of_array(v):
     if v.dtype.hasobject or v.nbytes>_most_bytes: raise CannotSee(f'is an array of {v.dtype}, {v.nbytes} bytes')
     return str(v.dtype),v.shape,_sum(np.ascontiguousarray(v).reshape(-1).view(np.uint8))
 
-plain_types = {type(None),bool,int,complex,str,bytes,range,type(...),type(NotImplemented),torch.dtype,torch.device,torch.Size,torch.layout,torch.memory_format,
-    decimal.Decimal,dates.datetime,dates.date,dates.timedelta,re.Pattern}
+plain_types = {type(None),bool,int,str,bytes,type(...),type(NotImplemented),torch.dtype,torch.device,torch.Size,torch.layout,torch.memory_format,
+    dates.date,dates.timedelta,re.Pattern}
+_told = {float: float.hex, complex: lambda v: (v.real.hex(), v.imag.hex()), range: lambda v: (v.start, v.stop, v.step), decimal.Decimal: str,
+    dates.datetime: repr} # those of which different ones may be equal
 module_internals = frozenset({*vars(nn.Module()),'training','_compiled_call_impl','_flat_weight_refs','__annotations__'}) # of all, or compared elsewhere
 _descriptors = MethodDescriptorType,WrapperDescriptorType,GetSetDescriptorType,MemberDescriptorType,type(dict.__dict__['fromkeys'])
 _locks = type(threading.Lock()),type(threading.RLock())
 
-_readers = {float: float.hex, slice: lambda v: (v.start, v.stop, v.step), torch.finfo: repr, count: repr, PurePath: str,
+_readers = {**_told, slice: lambda v: (v.start, v.stop, v.step), torch.finfo: repr, count: repr, PurePath: str,
     logging.Logger: lambda v: (v.name, v.getEffectiveLevel(), v.manager.disable), np.generic: lambda v: (str(v.dtype), v.tobytes()), Loan: serial,
     torch.Tensor: _of_tensor, np.ndarray: _of_array, random.SystemRandom: _of_system, random.Random: random.Random.getstate,
     np.random.Generator: lambda v: repr(v.bit_generator.state), np.random.RandomState: lambda v: (v.get_state()[1].tobytes(), v.get_state()[2]),
@@ -175,7 +177,7 @@ class ValueLook:
     def __call__(self, v):
         c = type(v)
         if c in plain_types: return c,v
-        if c is float: return c,v.hex()
+        if c in _told: return c,_told[c](v)
         if id(v) in self.known: return id(v)
         if id(v) in self.given: return c,v.shape,v.dtype
         if id(v) in self.seen: return 'again',self.seen[id(v)][0]
@@ -219,7 +221,7 @@ class HostLook(ValueLook):
         return (None if f.__self__ is None else self(f.__self__)),f.__name__
 
     def module(self, m):
-        by_name = () if _by_name.isdisjoint(self.words) else {*plain_types,float,list,tuple,dict,set}
+        by_name = () if _by_name.isdisjoint(self.words) else {*plain_types,*_told,list,tuple,dict,set}
         return serial(m),() if _check_quiet(m) else tuple((k, self(o)) for k,o in vars(m).items() if k in self.words or type(o) in by_name and k[:2]!='__')
 
     def of_class(self, c):
