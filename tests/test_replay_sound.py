@@ -402,10 +402,23 @@ class Noisy(Scaled):
     def __init__(self): super().__init__(); self.noise = nn.Parameter(torch.ones(1), requires_grad=False)
     def forward(self, x): return self.net(x)*self.noise
 
+class ByName(Scaled):
+    "What it does is decided by which attribute, or part, it has"
+    def __init__(self):
+        super().__init__()
+        self.single,self.act,self.k = 2.,nn.Identity(),nn.Buffer(torch.ones(1))
+    def forward(self, x): return self.net(x)*(self.twice if hasattr(self, 'twice') else 1)*(3 if hasattr(self, 'acts') else 1)*self.k
+class Tripled(ByName):
+    def forward(self, x): return super().forward(x)*3
+def renamed(learn): learn.model.twice = vars(learn.model).pop('single')
+def renamed_part(learn): learn.model._modules['acts'] = learn.model._modules.pop('act')
+def other_buffers(learn): learn.model._buffers = {k: t*2 for k,t in learn.model._buffers.items()}
+
 between = dict(class_attribute=(Scaled, at(12, lambda l: setattr(Scaled, 'by', 2.))), whole=(Scaled, at(12, put('scale', True))), float=(Scaled, at(12, put('scale', 1.))),
     zero=(partial(Scaled, 0.), at(12, put('scale', -0.))), on_host=(lambda: Scaled(torch.ones(1)), at(12, lambda l: l.model.scale.fill_(2))), slot=(Slots, at(12, put('n', 2.))),
     ids=(Crops, ticks(tenth)), frozen=(Noisy, ticks(new_scale)), rebound=(OfDevice, at(12, rebind)), in_place=(OfDevice, at(12, lambda l: W['w'].mul_(2))),
-    data=(OfDevice, at(12, lambda l: W['w'].data.mul_(2))), weight_hook=(mlp, at(12, lambda l: l.model[0].weight.register_hook(lambda g: g*2))))
+    data=(OfDevice, at(12, lambda l: W['w'].data.mul_(2))), weight_hook=(mlp, at(12, lambda l: l.model[0].weight.register_hook(lambda g: g*2))),
+    renamed=(ByName, at(12, renamed)), renamed_part=(ByName, at(12, renamed_part)), other_buffers=(ByName, at(12, other_buffers)), other_class=(ByName, at(12, put('__class__', Tripled))))
 
 @pytest.mark.parametrize('name', between)
 def test_changed_before_a_step(name):
