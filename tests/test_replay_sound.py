@@ -1,6 +1,7 @@
 "Programs of which only a part is in the graph: whatever a step looks at or keeps on the host, it ends as when every step is traced"
 import argparse, os, sys, time
 from collections import OrderedDict
+from contextlib import ExitStack
 from copy import deepcopy
 from itertools import count
 from pathlib import Path
@@ -13,6 +14,9 @@ from fastai.callback.schedule import *
 from fastai.callback.training import GradientAccumulation, GradientClip
 from fastcore.all import L
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from fastai_xla.patches.registry import Loans
 from traced import is_close, is_same, trace_all
 
 def mlp(mid=nn.ReLU): return nn.Sequential(nn.Linear(8, 16), mid(), nn.Linear(16, 3))
@@ -412,13 +416,33 @@ class Tripled(ByName):
     def forward(self, x): return super().forward(x)*3
 def renamed(learn): learn.model.twice = vars(learn.model).pop('single')
 def renamed_part(learn): learn.model._modules['acts'] = learn.model._modules.pop('act')
+class HalfRelu(TorchFunctionMode):
+    def __torch_function__(self, f, types, args=(), kwargs=None):
+        res = f(*args, **(kwargs or {}))
+        return res*.5 if f is F.relu else res
+class HalfAtenRelu(TorchDispatchMode):
+    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+        res = f(*args, **(kwargs or {}))
+        return res*.5 if f is torch.ops.aten.relu.default else res
+def within(mode):
+    "A fit in the last steps of which a mode is entered"
+    def fit(learn):
+        with ExitStack() as stack: at(12, lambda learn: stack.enter_context(mode()))(learn)
+    return fit
+def with_method(cls, name, f):
+    "A fit in the last steps of which a class has another method"
+    def fit(learn):
+        with Loans() as loans: at(12, lambda learn: loans.put(cls, name, f))(learn)
+    return fit
+def doubled(self, x): return nn.Module.__call__(self, x)*2
 def other_buffers(learn): learn.model._buffers = {k: t*2 for k,t in learn.model._buffers.items()}
 
 between = dict(class_attribute=(Scaled, at(12, lambda l: setattr(Scaled, 'by', 2.))), whole=(Scaled, at(12, put('scale', True))), float=(Scaled, at(12, put('scale', 1.))),
     zero=(partial(Scaled, 0.), at(12, put('scale', -0.))), on_host=(lambda: Scaled(torch.ones(1)), at(12, lambda l: l.model.scale.fill_(2))), slot=(Slots, at(12, put('n', 2.))),
     ids=(Crops, ticks(tenth)), frozen=(Noisy, ticks(new_scale)), rebound=(OfDevice, at(12, rebind)), in_place=(OfDevice, at(12, lambda l: W['w'].mul_(2))),
     data=(OfDevice, at(12, lambda l: W['w'].data.mul_(2))), weight_hook=(mlp, at(12, lambda l: l.model[0].weight.register_hook(lambda g: g*2))),
-    renamed=(ByName, at(12, renamed)), renamed_part=(ByName, at(12, renamed_part)), other_buffers=(ByName, at(12, other_buffers)), other_class=(ByName, at(12, put('__class__', Tripled))))
+    renamed=(ByName, at(12, renamed)), renamed_part=(ByName, at(12, renamed_part)), other_buffers=(ByName, at(12, other_buffers)), other_class=(ByName, at(12, put('__class__', Tripled))),
+    function_mode=(mlp, within(HalfRelu)), dispatch_mode=(mlp, within(HalfAtenRelu)), call=(mlp, with_method(nn.Linear, '__call__', doubled)))
 
 @pytest.mark.parametrize('name', between)
 def test_changed_before_a_step(name):

@@ -25,7 +25,7 @@ from .effects import holders_of
 
 # %% ../../nbs/452_train.model_look.ipynb #parts
 _numbers = {type(None),bool,int,float,complex,str,bytes}
-_forward,_parts = attrgetter('forward'),attrgetter('_modules', '_parameters', '_buffers')
+_parts,_call,_forward = attrgetter('_modules', '_parameters', '_buffers'),attrgetter('__call__'),attrgetter('forward')
 
 def _is_steady(c):
     "Is its `forward` the same object each time that the class `c` is asked for it? A descriptor may make it anew"
@@ -53,8 +53,8 @@ class HostParts:
     ):
         self.learn,self.watch,self.mods = learn,watch,list(dict.fromkeys(m for o in learner_modules(learn) for m in o.modules()))
         self.params = [p for m in self.mods for p in m._parameters.values() if p is not None]
-        classes = dict.fromkeys(map(type, self.mods))
-        self.steady,self.unsteady = [o for o in classes if _is_steady(o)],[o for o in classes if not _is_steady(o)]
+        self.classes = [*dict.fromkeys(map(type, self.mods))]
+        self.steady,self.unsteady = [o for o in self.classes if _is_steady(o)],[o for o in self.classes if not _is_steady(o)]
         self.numbers,objects = graph_numbers(learn),self._objects()
         self.known = {*map(id, self.mods), *(id(o) for o in objects if not isinstance(o, type))}
         self.objects = [*objects, *step_makers(learn, step_callbacks(learn))]
@@ -66,10 +66,10 @@ class HostParts:
         self._sort()
 
     def _objects(self):
-        "Classes of modules, names of their parts, the parts, and the `forward` of each class"
+        "Classes of modules, names of their parts, the parts, and the `__call__` and `forward` of each class"
         parts = [*chain.from_iterable(map(_parts, self.mods))]
-        forwards = *map(_forward, self.steady),*(getattr_static(c, 'forward', None) for c in self.unsteady)
-        return [*map(type, self.mods), *chain.from_iterable(parts), *chain.from_iterable(map(dict.values, parts)), *forwards]
+        runs = *map(_call, self.classes),*map(_forward, self.steady),*(getattr_static(c, 'forward', None) for c in self.unsteady)
+        return [*map(type, self.mods), *chain.from_iterable(parts), *chain.from_iterable(map(dict.values, parts)), *runs]
 
     def _sort(self):
         "Part the attributes of modules by how they are compared: plain values, lists, tuples and dicts of such, others"

@@ -31,7 +31,10 @@ def _batch_key(b):
     seen = map(HostLook(given={*map(id, ts)}), other) if other else ()
     return *((type(t), t.shape, t.dtype, t.requires_grad) for t in ts),*seen
 
-def _torch_modes(): return torch.get_default_dtype(),torch.is_autocast_enabled('xla'),torch.get_autocast_dtype('xla')
+def _torch_modes():
+    "What of torch's own state decides about the graph of a step: types, autocast, and how many modes stand between a call and what it does"
+    modes = torch._C._len_torch_function_stack(),torch._C._len_torch_dispatch_stack() # a default device is one too
+    return torch.get_default_dtype(),torch.is_autocast_enabled('xla'),torch.get_autocast_dtype('xla'),modes
 
 def _step_kind(opt):
     "What decides which of several programs the next step of `opt` is"
