@@ -12,6 +12,8 @@ from itertools import chain, compress, repeat
 import torch
 from fastai.callback.training import GradientAccumulation
 from fastai.optimizer import Lookahead
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from ..runtime.transfer import on_xla
 from .move import opt_states, placed_tensors
 from .stand_ins import count_after, samples_of_step
@@ -32,9 +34,9 @@ def _batch_key(b):
     return *((type(t), t.shape, t.dtype, t.requires_grad) for t in ts),*seen
 
 def _torch_modes():
-    "What of torch's own state decides about the graph of a step: types, autocast, and how many modes stand between a call and what it does"
-    modes = torch._C._len_torch_function_stack(),torch._C._len_torch_dispatch_stack() # a default device is one too
-    return torch.get_default_dtype(),torch.is_autocast_enabled('xla'),torch.get_autocast_dtype('xla'),modes
+    "What of torch's own state decides about the graph of a step: types, autocast, and modes, such as a default device; ours only listen"
+    modes = [o for o in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()) if not type(o).__module__.startswith('fastai_xla.')]
+    return torch.get_default_dtype(),torch.is_autocast_enabled('xla'),torch.get_autocast_dtype('xla'),*map(serial, modes)
 
 def _step_kind(opt):
     "What decides which of several programs the next step of `opt` is"
