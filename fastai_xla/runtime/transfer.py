@@ -50,8 +50,6 @@ _nests = dict,list,tuple,L
 @lru_cache
 def _kind(c): return 'nest' if issubclass(c, _nests) else 'tensor' if issubclass(c, torch.Tensor) else None
 
-def _is_tensor(o): return _kind(type(o))=='tensor'
-
 def _selected(b, select):
     if _kind(type(b))!='nest': return [b] if select(b) else []
     vs = b.values() if isinstance(b, dict) else b
@@ -63,7 +61,7 @@ def tensors_of(
     b, # Nested tuples, lists and dicts with tensors
 ):
     "The tensors in `b`, in their order"
-    return _selected(b, _is_tensor)
+    return _selected(b, lambda o: isinstance(o, torch.Tensor))
 
 def map_tensors(
     f, # From a list of tensors to a list of tensors, in the same order

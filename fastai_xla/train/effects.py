@@ -78,9 +78,9 @@ def step_records(
     learn, # A Learner in a loop over batches
     training:bool=True, # As for `step_owners`
 ):
-    "Of owners, by `id`, attributes of which no step takes anything: records, which grow by a number each time, and `loss_grad`, then the loss"
+    "Of owners, by `id`, attributes of which no step takes anything: records, which grow by a number each time, and `loss_grad`, which ends as the loss"
     grown = {id(vars(o)): _records[type(o)] for o in (*learn.cbs, *_metrics(learn, training)) if type(o) in _records}
-    return {**grown, id(vars(learn)): (*module_internals, 'loss_grad')}
+    return {**grown, id(vars(learn)): ('loss_grad',)}
 
 # %% ../../nbs/450_train.effects.ipynb #reached
 def _waiting_variables(f):

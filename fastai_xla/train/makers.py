@@ -107,7 +107,7 @@ def _acts(c):
 
 def _own_events(cb):
     own = vars(cb)
-    return [] if _events.isdisjoint(own) else [own[k] for k in sorted(_events.intersection(own)) if not isinstance(own[k], Loan)]
+    return [own[k] for k in sorted(_events.intersection(own)) if not isinstance(own[k], Loan)]
 
 def step_callbacks(
     learn, # A Learner

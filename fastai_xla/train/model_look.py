@@ -76,7 +76,9 @@ class HostParts:
         own = [(d, k) for d in self.dicts for k,v in d.items() if k not in module_internals and not isinstance(v, (nn.Module,Loan)) and not on_xla(v)]
         plain,nested,other,self.last = [],[],[],None
         for d,k in own:
-            (plain if type(d[k]) in _numbers else nested if type(d[k]) in (list,tuple,dict) and _is_nested(d[k]) else other).append((d, k))
+            if type(d[k]) in _numbers: plain.append((d, k))
+            elif type(d[k]) in (list,tuple,dict) and _is_nested(d[k]): nested.append((d, k))
+            else: other.append((d, k))
         self.plain,self.nested,self.other = [[*zip(*o)] or [(),()] for o in (plain, nested, other)] # dicts and names
         self.names = tuple(ks for _,ks in (self.plain, self.nested, self.other))
 

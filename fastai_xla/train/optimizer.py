@@ -112,8 +112,9 @@ def _write(o, k, t, mask):
         old.copy_(t if mask is None else torch.where(mask.ok, t, old))
 
 def _count(work, idxs, rows):
-    steps = [row.step for row in rows]
-    if (fo.step_stat,) in work.steppers: deque(map(dict.__setitem__, map(_state, work.todo), repeat('step'), map(steps.__getitem__, idxs)), 0)
+    if (fo.step_stat,) not in work.steppers: return
+    steps = map([row.step for row in rows].__getitem__, idxs)
+    deque(map(dict.__setitem__, map(_state, work.todo), repeat('step'), steps), 0)
 
 @torch.no_grad()
 def _apply(opt, work, unwritten=()):
