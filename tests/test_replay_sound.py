@@ -436,12 +436,41 @@ def with_method(cls, name, f):
     return fit
 def doubled(self, x): return nn.Module.__call__(self, x)*2
 def other_buffers(learn): learn.model._buffers = {k: t*2 for k,t in learn.model._buffers.items()}
+def other_dict(learn): learn.model.__dict__ = {**vars(learn.model), 'scale': 2.}
+def hooked(learn): learn.model[1]._forward_hooks = OrderedDict({0: lambda m, i, o: o*2})
+def smoothed(learn): learn.loss_func.func = nn.CrossEntropyLoss(label_smoothing=.4)
+def half_kept(): return torch.autograd.graph.saved_tensors_hooks(lambda t: t*.5, noop)
+def with_grads(learn):
+    for p in learn.model.parameters(): p.grad = torch.ones_like(p)
+class Deterministic(nn.Module):
+    def forward(self, x): return x*(2. if torch.are_deterministic_algorithms_enabled() else 1.)
+def deterministic():
+    stack = ExitStack()
+    stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
+    torch.use_deterministic_algorithms(True)
+    return stack
+class OfCode(nn.Module):
+    def __init__(self): super().__init__(); OfCode.by.__code__ = (lambda self: 1.).__code__
+    def by(self): return 1.
+    def forward(self, x): return x*self.by()
+class Takes:
+    def __call__(self, x): return x*2
+class OfCall(nn.Module):
+    def __init__(self): super().__init__(); self.takes = Takes()
+    def forward(self, x): return self.takes(x)
+class Hides(nn.Module):
+    def __init__(self): super().__init__(); vars(self)['drop'] = nn.Dropout(0.)
+    def forward(self, x): return self.drop(x)
+def of(mid): return partial(mlp, mid)
 
 between = dict(class_attribute=(Scaled, at(12, lambda l: setattr(Scaled, 'by', 2.))), whole=(Scaled, at(12, put('scale', True))), float=(Scaled, at(12, put('scale', 1.))),
     zero=(partial(Scaled, 0.), at(12, put('scale', -0.))), on_host=(lambda: Scaled(torch.ones(1)), at(12, lambda l: l.model.scale.fill_(2))), slot=(Slots, at(12, put('n', 2.))),
     ids=(Crops, ticks(tenth)), frozen=(Noisy, ticks(new_scale)), rebound=(OfDevice, at(12, rebind)), in_place=(OfDevice, at(12, lambda l: W['w'].mul_(2))),
     data=(OfDevice, at(12, lambda l: W['w'].data.mul_(2))), weight_hook=(mlp, at(12, lambda l: l.model[0].weight.register_hook(lambda g: g*2))),
     renamed=(ByName, at(12, renamed)), renamed_part=(ByName, at(12, renamed_part)), other_buffers=(ByName, at(12, other_buffers)), other_class=(ByName, at(12, put('__class__', Tripled))),
+    other_dict=(Scaled, at(12, other_dict)), hook_in_another_dict=(mlp, at(12, hooked)), loss=(mlp, at(12, smoothed)), saved_for_backward=(of(nn.Tanh), within(half_kept)),
+    gradients=(mlp, at(12, with_grads)), flag_of_torch=(of(Deterministic), within(deterministic)), function_of_torch=(mlp, with_method(F, 'relu', lambda x, inplace: x.tanh())),
+    code=(of(OfCode), at(12, lambda l: setattr(OfCode.by, '__code__', (lambda self: 3.).__code__))), users_call=(of(OfCall), with_method(Takes, '__call__', lambda self, x: x*5)), hidden=(of(Hides), at(12, lambda l: setattr(l.model[1].drop, 'p', .7))),
     function_mode=(mlp, within(HalfRelu)), dispatch_mode=(mlp, within(HalfAtenRelu)), call=(mlp, with_method(nn.Linear, '__call__', doubled)))
 
 @pytest.mark.parametrize('name', between)
@@ -449,6 +478,18 @@ def test_changed_before_a_step(name):
     model,fit = between[name]
     learn = again(lambda: learner(model), fit)
     assert learn.replay.n_replayed>9, learn.replay
+
+# ---- who takes a weight between two steps, and looks at it later
+
+others = dict(data=lambda l: l.model[0].weight.data, detached=lambda l: l.model[0].weight.detach(), state_dict=lambda l: l.model.state_dict()['0.weight'], row=lambda l: l.model[0].weight.detach()[0])
+
+@pytest.mark.parametrize('name', others)
+def test_another_tensor_follows_a_weight(name):
+    "As in torch: what is written there is written to the weight"
+    kept = []
+    def fit(learn): ticks(lambda l, k: kept.append(others[name](l)) if k==10 else kept.pop().mul_(2) if k==15 else None)(learn)
+    learn = again(learner, fit)
+    assert 'because something keeps' in repr(learn.replay) and learn.replay.n_replayed>5, learn.replay
 
 # ---- who else makes a step, as callbacks change that while it trains
 

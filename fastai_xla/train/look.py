@@ -82,7 +82,7 @@ _readers = {**_told, slice: lambda v: (v.start, v.stop, v.step), torch.finfo: re
     logging.Logger: lambda v: (v.name, v.getEffectiveLevel(), v.manager.disable), np.generic: lambda v: (str(v.dtype), v.tobytes()), Loan: serial,
     torch.Tensor: _of_tensor, np.ndarray: _of_array, random.SystemRandom: _of_system, random.Random: random.Random.getstate,
     np.random.Generator: lambda v: repr(v.bit_generator.state), np.random.RandomState: lambda v: (v.get_state()[1].tobytes(), v.get_state()[2]),
-    torch.Generator: lambda v: v.get_state().numpy().tobytes(), property: serial,
+    torch.Generator: lambda v: v.get_state().numpy().tobytes(), property: serial, CodeType: serial,
     **dict.fromkeys((bytearray, arrays.array, ctypes.c_int.__base__, ctypes.Array, ctypes.Structure), bytes), **dict.fromkeys((*_descriptors, *_locks), serial)}
 
 _whole = logging.Logger,Loan,PurePath # what is read of them is all
@@ -154,8 +154,8 @@ def _check_quiet(o):
 def own_attributes(
     m:nn.Module, # A module
 ):
-    "The attributes of `m`, in slots too, that are not what every module has, but for tensors of the device and modules in it"
-    return {k: v for k,v in _held(m).items() if k not in module_internals and not isinstance(v, (nn.Module,Loan)) and not on_xla(v)}
+    "The attributes of `m`, in slots too, that are not what every module has, but for tensors of the device"
+    return {k: v for k,v in _held(m).items() if k not in module_internals and not isinstance(v, Loan) and not on_xla(v)}
 
 _of_epoch = {'epoch','n_epoch','training','model','loss_func','x','y','xb','yb'} # what of a Learner is the same in all steps of an epoch, or compared elsewhere
 
@@ -227,8 +227,9 @@ class HostLook(ValueLook):
     def of_class(self, c):
         if _check_quiet(c): return serial(c)
         own = {**vars(type(c)), **vars(c)} if not is_quiet(type(c).__module__) else vars(c)
-        held = tuple((k, serial(o) if hasattr(type(o), '__get__') else self(o)) for k,o in own.items() if k[:2]!='__')
-        return serial(c),held,tuple(map(self, c.__bases__))
+        bound = {k: serial(o) for k,o in own.items() if hasattr(type(o), '__get__')}
+        held = tuple((k, self(o)) for k,o in own.items() if k not in bound and (k[:2]!='__' or k=='__doc__' or callable(o)))
+        return serial(c),*bound.items(),held,tuple(map(self, c.__bases__))
 
     def learner(self, v):
         named = sorted(k for k in self.words if k in vars(v) or hasattr(type(v), k))

@@ -26,6 +26,7 @@ from .effects import holders_of
 # %% ../../nbs/452_train.model_look.ipynb #parts
 _numbers = {type(None),bool,int,float,complex,str,bytes}
 _parts,_call,_forward = attrgetter('_modules', '_parameters', '_buffers'),attrgetter('__call__'),attrgetter('forward')
+_functional = vars(nn.functional) # by which layers compute
 
 def _is_steady(c):
     "Is its `forward` the same object each time that the class `c` is asked for it? A descriptor may make it anew"
@@ -44,6 +45,7 @@ def _is_nested(v):
     try: return len(marshal.dumps(v, 2))<2**16 and _plain_inside(v)
     except ValueError: return False
 
+# %% ../../nbs/452_train.model_look.ipynb #host-parts
 class HostParts:
     "The modules of a Learner and what can be seen of them and the user's code on the host"
     training = True
@@ -62,7 +64,6 @@ class HostParts:
         self.dicts = [vars(m) for m in self.mods if not is_wrapper(m)]
         if not isinstance(learn.loss_func, nn.Module): self.dicts.append(getattr(learn.loss_func, '__dict__', {}))
         self.slotted,self.holders = [m for m in self.mods if in_slots(m)],holders_of(learn, self.training)
-        self.hooks = [*all_hooks, *(o for m in self.mods for o in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks))]
         self._sort()
 
     def _objects(self):
@@ -73,17 +74,28 @@ class HostParts:
 
     def _sort(self):
         "Part the attributes of modules by how they are compared: plain values, lists, tuples and dicts of such, others"
-        own = [(d, k) for d in self.dicts for k,v in d.items() if k not in module_internals and not isinstance(v, (nn.Module,Loan)) and not on_xla(v)]
-        plain,nested,other,self.last = [],[],[],None
+        own = [(d, k) for d in self.dicts for k,v in d.items() if k not in module_internals and not isinstance(v, Loan) and not on_xla(v)]
+        plain,nested,other,inner,self.last = [],[],[],[],None
         for d,k in own:
-            if type(d[k]) in _numbers: plain.append((d, k))
+            if isinstance(d[k], nn.Module) and id(d[k]) in self.known: inner.append((d, k))
+            elif type(d[k]) in _numbers: plain.append((d, k))
             elif type(d[k]) in (list,tuple,dict) and _is_nested(d[k]): nested.append((d, k))
             else: other.append((d, k))
-        self.plain,self.nested,self.other = [[*zip(*o)] or [(),()] for o in (plain, nested, other)] # dicts and names
+        self.plain,self.nested,self.other,self.inner = [[*zip(*o)] or [(),()] for o in (plain, nested, other, inner)] # dicts and names
         self.names = tuple(ks for _,ks in (self.plain, self.nested, self.other))
+        self.held,self.functions = self._held(),[*_functional.values()]
+
+    def _held(self):
+        "The dicts in which attributes are, and the modules among these, such as that of a loss function of fastai's"
+        return [*map(vars, self.mods), *map(dict.get, *self.inner)]
+
+    def _is_as_found(self):
+        "Are these, and torch's functions, the ones that were there?"
+        return all(map(is_, self._held(), self.held)) and [*_functional.values()]==self.functions
 
 # %% ../../nbs/452_train.model_look.ipynb #model-look
 _backward_hooks,_post_hooks = map(attrgetter, ('_backward_hooks','_post_accumulate_grad_hooks'))
+_hooks = attrgetter('_forward_hooks', '_forward_pre_hooks', '_backward_hooks', '_backward_pre_hooks')
 _training,_requires_grad,_run,_order,_run_train,_run_valid = map(attrgetter, ('training','requires_grad','run','order','run_train','run_valid'))
 
 class ModelLook(HostParts):
@@ -97,13 +109,15 @@ class ModelLook(HostParts):
         return plain,(nested,*map(len, self.dicts),*looks,*self.watch.values(known=self.known, owners=self.holders))
 
     def _flags(self, cbs):
-        hooks = map(len, self.hooks) if any(self.hooks) else () # most models have none
+        hooks = [*all_hooks, *chain.from_iterable(map(_hooks, self.mods))]
+        n_hooks = map(len, hooks) if any(hooks) else () # most models have none
         n_hooked = sum(map(bool, chain(map(_backward_hooks, self.params), map(_post_hooks, self.params))))
         runs = *map(_run, cbs),*map(_order, cbs),*map(_run_train if self.training else _run_valid, cbs),*(d.get(k) for d,k in self.numbers)
-        return [*map(_training, self.mods), *hooks, *map(_requires_grad, self.params), n_hooked, *runs]
+        return [*map(_training, self.mods), *n_hooks, *map(_requires_grad, self.params), n_hooked, *runs]
 
     def of_model(self):
         "A number for what modules and callbacks there are, their flags, and what else their code can see on the host"
+        if not self._is_as_found(): return object()
         cbs = step_callbacks(self.learn)
         flags,objects = self._flags(cbs),[*self._objects(), *step_makers(self.learn, cbs)]
         try:

@@ -9,9 +9,11 @@ __all__ = ['Gradients', 'StepKind', 'ReplayParts', 'ValidParts']
 
 # %% ../../nbs/455_train.parts.ipynb #imports
 from itertools import chain, compress, repeat
+from operator import attrgetter, is_
 import torch
 from fastai.callback.training import GradientAccumulation
 from fastai.optimizer import Lookahead
+from torch._C._autograd import _top_saved_tensors_default_hooks as _saved_hooks
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from ..runtime.transfer import on_xla
@@ -34,9 +36,10 @@ def _batch_key(b):
     return *((type(t), t.shape, t.dtype, t.requires_grad) for t in ts),*seen
 
 def _torch_modes():
-    "What of torch's own state decides about the graph of a step: types, autocast, and modes, such as a default device; ours only listen"
+    "What of torch's own state decides about the graph of a step: flags, hooks on what backward keeps, and modes, such as a default device; ours only listen"
     modes = [o for o in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()) if not type(o).__module__.startswith('fastai_xla.')]
-    return torch.get_default_dtype(),torch.is_autocast_enabled('xla'),torch.get_autocast_dtype('xla'),*map(serial, modes)
+    flags = torch.get_default_dtype(),torch.is_grad_enabled(),torch.are_deterministic_algorithms_enabled()
+    return *flags,torch.is_autocast_enabled('xla'),torch.get_autocast_dtype('xla'),*map(serial, (*modes, *(_saved_hooks(False) or ())))
 
 def _step_kind(opt):
     "What decides which of several programs the next step of `opt` is"
@@ -57,6 +60,8 @@ class Gradients:
         else: p.grad.data = t
 
 # %% ../../nbs/455_train.parts.ipynb #step-kind
+_grad = attrgetter('grad')
+
 class StepKind(ModelLook):
     "The modules, the state and the owners of tensors of a Learner, and what kind of step that makes"
     def __init__(self,
@@ -66,7 +71,9 @@ class StepKind(ModelLook):
     ):
         super().__init__(learn, watch or HostWatch())
         state,buffers = {id(t): t for t in (*self.placed(learn).values(), *waiting)},{id(t) for m in self.mods for t in m._buffers.values()}
+        weights = buffers.union(map(id, self.params))
         self.state = sorted(state.values(), key=lambda t: id(t) in buffers) # these last, as in torch_xla's own steps: XLA packs memory by the order
+        self.weights = [i for i,t in enumerate(self.state) if id(t) in weights]
         self.state_ids,self.owners = {id(t) for t in self.state},step_owners(learn, self.mods, self.training)
         self.records = step_records(learn, self.training)
         if self.training: self.count_state(learn)
@@ -76,8 +83,10 @@ class StepKind(ModelLook):
     def placed(self, learn): return placed_tensors(learn) # what a step may change in place, by name
     def steps(self): return not self.adds or not count_after(self.adds) # does this batch end with a step?
     def kind(self, learn):
-        if not self.adds: return serial(learn.opt),*_step_kind(learn.opt)
+        if not self.adds: return serial(learn.opt),*_step_kind(learn.opt),None if self._has_no_grads() else object() # to which the step would add its own
         return serial(learn.opt),*samples_of_step(self.adds),*(p.grad is None for p in self.params),*(_step_kind(learn.opt) if self.steps() else (None,))
+
+    def _has_no_grads(self): return all(map(is_, map(_grad, self.params), repeat(None)))
 
     def key(self, learn):
         "What the host can see of a step at little cost"
@@ -147,6 +156,6 @@ class ValidParts(ReplayParts):
     "The parts of a Learner as the batches of a validation find them"
     training = False
     def placed(self, learn): return {k: t for k,t in placed_tensors(learn).items() if isinstance(k[0], int)} # all but the optimizer's
-    def kind(self, learn): return torch.is_inference_mode_enabled(),torch.is_grad_enabled(),getattr(learn.loss_func, 'reduction', None)
+    def kind(self, learn): return torch.is_inference_mode_enabled(),getattr(learn.loss_func, 'reduction', None)
     def count_state(self, learn): pass
     def is_state_of(self, learn): return True # modules are asked by `key`

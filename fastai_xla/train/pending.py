@@ -11,6 +11,7 @@ __all__ = ['pending', 'n_pending', 'xla_tensors', 'tensors_in', 'shell_of', 'fil
 # %% ../../nbs/437_train.pending.ipynb #imports
 import threading
 from contextlib import contextmanager
+from operator import attrgetter, methodcaller
 import torch
 from ..runtime.device import torch_xla
 from ..runtime.transfer import map_tensors, on_xla, tensors_of
@@ -76,11 +77,13 @@ def in_graphs(
     "Is one of `ts` in a graph since it was computed?"
     return ',' in ''.join(map(_lib()._unique_id_for_ir_and_data, ts))
 
+_storage,_address = methodcaller('untyped_storage'),attrgetter('_cdata')
+
 def n_names(
-    t, # XLA tensor
+    ts, # XLA tensors
 ):
-    "A number that grows by one with each further tensor that is `t` by `detach()` or `data`, or a view of it"
-    return torch._C._storage_Use_Count(t.untyped_storage()._cdata)
+    "Of each, how many tensors are it: itself, and those that are it by `detach()` or `data`, or a view of it"
+    return [*map(torch._C._storage_Use_Count, map(_address, map(_storage, ts)))] # by `map`, which has let go of a storage when it is counted
 
 def data_ids(
     t, # XLA tensor
@@ -89,7 +92,6 @@ def data_ids(
     try: ids,values = _lib()._get_tensors_xla_device_data_node([t])
     except RuntimeError: return ()
     return ids[0],tensor_id(values[0])
-
 
 # %% ../../nbs/437_train.pending.ipynb #compiled
 _donating = threading.Lock() # torch_xla's flag is one for all replicas of a process

@@ -139,7 +139,7 @@ class StepReasons(AgreedPlans):
         if self.capture.draws_at_end() is None: return "a step sets the seed of the device's random numbers"
         if left is None: return self._kept_elsewhere() or 'a step sends tensors of its own'
         if any(getattr(xm._get_device_context(), o, ()) for o in ('step_closures','async_step_closures')): return 'a step adds closures, which must run in each'
-        if not self._looks((n_pending(self.capture.device), *map(n_names, self.parts.state))): return
+        if not self._looks((n_pending(self.capture.device), *n_names(self.parts.state))): return
         return self._held_elsewhere(left, ours) or self._kept_elsewhere()
 
     def _kept_elsewhere(self):

@@ -166,6 +166,7 @@ class StepReplay(StepsTogether):
         return [numbers] if self.steps else []
 
     def _run(self, learn, plan):
+        if self.capture.has_others(self.parts.state, self.parts.weights): return False # a `p.detach()` or `state_dict()`, which must follow
         try: ran = super()._run(learn, plan)
         except BaseException:
             if self.parts.adds: learn.opt.zero_grad() # the memory of gradients may be given away, and what is there now not yet theirs
@@ -176,7 +177,6 @@ class StepReplay(StepsTogether):
     def _why_no_program(self, learn, left, ours):
         if self.numbers(learn)==[None]: return f'the step of {type(learn.opt).__name__} is not one operation on the device'
         return (None if self.parts.adds else loose_gradient(learn)) or super()._why_no_program(learn, left, ours)
-
 
 # %% ../../nbs/460_train.replay.ipynb #learn-replay
 @patch(as_prop=True)

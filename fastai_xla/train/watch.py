@@ -61,14 +61,15 @@ class UsersCode:
                 self.known.add(c)
                 if _is_watched(c): self.classes[c] = None
                 todo += _methods(c)
-            if f is None or f in self.functions: continue
-            self.functions[f] = None
+            if f is None or self.functions.get(f) is f.__code__: continue
+            self.functions[f] = f.__code__
             self.words |= words_of(f.__code__)[2]
             todo += variables_of(f).values()
 
     def _roots(self):
         "By name, all that this code can look at"
         for f in [*self.functions]:
+            yield f'the code of {f.__qualname__}',f.__code__
             for k,v in variables_of(f).items(): yield f'`{k}`, which {f.__qualname__} names',v
         for c in [*self.classes]: yield f'the class {c.__name__}',c
         for i,ref in [*self.objects.items()]:
@@ -175,8 +176,9 @@ class HostWatch(UsersCode):
     ):
         "Know what was recorded, and the objects that two steps were called with"
         ran,self.recorder.ran = self.recorder.ran,{}
-        inside = {o for c in (*ran, *(f.__code__ for f in self.functions)) for o in _codes(c)[1:]}
-        new = [c for c in ran if c not in self.codes and c not in inside and not any(f.__code__ is c for f in self.functions)]
+        codes = self.functions.values()
+        inside = {o for c in (*ran, *codes) for o in _codes(c)[1:]}
+        new = [c for c in ran if c not in self.codes and c not in inside and not any(o is c for o in codes)]
         self.codes.update(ran)
         if new: self.add(*(o for o in get_referrers(*new) if type(o) is FunctionType))
         firsts = {i: o for os in ran.values() for i,o in os.items()}
