@@ -12,7 +12,7 @@ __all__ = ['StepProgram', 'ProgramInputs', 'StepTracer', 'WithOthers', 'StepCapt
 from collections import Counter, deque
 from dataclasses import dataclass
 from itertools import accumulate, chain, repeat
-from operator import itemgetter
+from operator import itemgetter, sub
 from typing import NamedTuple
 import torch
 from ..runtime.device import torch_xla, xr
@@ -143,7 +143,7 @@ class WithOthers(StepTracer):
     def has_others(self, state, numbers):
         "Is one of `state`, of those with these `numbers`, another tensor too, by `detach()` or `data`, or a view of it? What is kept here is not counted"
         kept = {*self.made[0],*self.old[0]}
-        return any(n>1+(i in kept) for i,n in zip(numbers, n_names(map(state.__getitem__, numbers))))
+        return max(map(sub, n_names(map(state.__getitem__, numbers)), map(kept.__contains__, numbers)), default=1)>1
 
 # %% ../../nbs/440_train.capture.ipynb #run
 class StepCapture(WithOthers):
