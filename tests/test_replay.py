@@ -721,7 +721,7 @@ def test_sharded():
     out = run_ok("""
 from fastai.vision.all import *
 from fastai_xla.all import *
-import fastai_xla
+from fastai_xla.train.capture import StepCapture
 class Keep(Callback):
     replayable,copies = True,()
     def before_batch(self):
@@ -733,7 +733,7 @@ def learner(cbs):
     dls = DataLoaders(*[DataLoader(list(zip(x, x[:,:3].argmax(1))), bs=10, num_workers=0) for _ in range(2)])
     model = nn.Sequential(nn.Linear(8, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Dropout(.3), nn.Linear(256, 3))
     return Learner(dls, model, loss_func=CrossEntropyLossFlat(), cbs=cbs)
-fastai_xla.train.capture.StepCapture.has_others = lambda *args: False # else who keeps a `detach()` has steps traced
+StepCapture.has_others = lambda *args: False # else who keeps a `detach()` has steps traced
 res = []
 for replay in (False, True):
     stats,keep = XLAStats(warm=12),Keep()
