@@ -88,7 +88,7 @@ def n_names(
 def data_ids(
     t, # XLA tensor
 ):
-    "The numbers of the data of `t`, which aliases share: until now, and from now on, as to ask may give it another; none if it has none: its memory was given away, another thread has freed it, or it waits and is constant"
+    "The numbers of the data of `t`, which aliases share: until now, and from now on, as to ask may give it another; none if it has none"
     try: ids,values = _lib()._get_tensors_xla_device_data_node([t])
     except RuntimeError: return ()
     return (ids[0],tensor_id(values[0])) if ids else ()
