@@ -207,6 +207,29 @@ def test_interpretation_and_tta():
     b.export('e.pkl')
     close(load_learner(b.path/'e.pkl').predict(x[3])[2], probs)
 
+class Exports(Callback):
+    order,run_valid = 200,False
+    def after_batch(self):
+        if self.train_iter==2: self.learn.export('within.pkl')
+
+@pytest.mark.parametrize('fsdp', [False, True])
+def test_export_in_a_batch_of_a_fit(fsdp, tmp_path):
+    "The weights as they are then, whole, and nothing of ours; training goes on"
+    def mk(name, bs):
+        learn = learner(cbs=Exports(), path=tmp_path/name)
+        x,y = zip(*items(90))
+        learn.dls = Datasets(list(range(90)), [[lambda i: x[i]], [lambda i: y[i]]], splits=(range(70), range(70,90))).dataloaders(bs=bs, num_workers=0)
+        learn.path.mkdir()
+        return learn
+    plain,cores = mk('plain', N*B),mk('cores', B).to_tpu_distributed(n_cores=N, fsdp=fsdp)
+    want,got = (o.path/'within.pkl' for o in (plain, cores))
+    for o in (plain, cores):
+        set_seed(7)
+        o.fit(1)
+    assert b'xla' not in got.read_bytes()
+    for a,b in zip(*(load_learner(o).model.parameters() for o in (want, got))): close(a, b)
+    for a,b in zip(plain.model.parameters(), cores.model.parameters()): close(a, b)
+
 def test_a_second_fit_compiles_nothing():
     b = learner().to_tpu_distributed(n_cores=N)
     for _ in range(2): b.fit_one_cycle(1, .01)

@@ -385,6 +385,23 @@ def test_training_goes_on_after_export(tmp_path):
     on_device(tpu)
     same(plain, tpu)
 
+class Exports(Callback):
+    order,run_valid = 200,False
+    def after_batch(self):
+        if self.train_iter==2: self.learn.export('within.pkl')
+
+def test_training_goes_on_after_export_in_a_batch(tmp_path):
+    def f(learn):
+        learn.add_cb(Exports())
+        learn.fit(2, 1e-2)
+        learn.remove_cb(Exports)
+        return dict(load_learner(tmp_path/'within.pkl').model.state_dict())
+    plain,tpu,want,got = both(f, image_learner, path=tmp_path)
+    assert_no_xla(tmp_path/'within.pkl')
+    close(want, got)
+    on_device(tpu)
+    same(plain, tpu)
+
 def test_a_loaded_learner_goes_to_the_device_again(fitted, tmp_path):
     learn = fitted[1]
     learn.path,old = tmp_path,learn.path

@@ -12,7 +12,7 @@ import sys, threading
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from operator import attrgetter
-import fastai.basics
+import fastai.basics, torch
 from fastai.basics import Callback, DataLoader, Learner, join_path_file
 from fastcore.all import L, noop
 from ..runtime.transfer import resting, still_fed
@@ -119,7 +119,8 @@ def _load(old, self, file, device=None, **kwargs):
         finally: self.path = own
 
 # %% ../../nbs/130_patches.learner.ipynb #export
-def _of_ours(o): return type(o).__module__.startswith('fastai_xla')
+def _from_here(o): return (getattr(o, '__module__', None) or '').startswith('fastai_xla')
+def _of_ours(o): return _from_here(type(o))
 
 def _plain_splitter(learn):
     "What splits as the splitter of `learn` does, a function that is pickled by value"
@@ -130,11 +131,17 @@ def _plain_splitter(learn):
         return [[ps[n] for n in g] for g in groups]
     return _split
 
-@replaces(Learner, 'export', 'fastai 2.8', 'the file could not be loaded where fastai_xla is not installed')
+_of_batch = 'dl','xb','yb','pred','loss'
+
+@replaces(Learner, 'export', 'fastai 2.8', 'the file could not be loaded where fastai_xla is not installed; in a batch, what `_end_cleanup` takes was missing')
 def _export(old, self, *args, **kwargs):
-    with self.removed_cbs(self.cbs.filter(_of_ours)),Loans() as loans:
+    batch = {k: v for k,v in vars(self).items() if k in _of_batch}
+    with whole_model(self),self.removed_cbs(self.cbs.filter(_of_ours)),Loans() as loans:
         if _of_ours(self.splitter): loans.put(self, 'splitter', _plain_splitter(self))
-        return old(self, *args, **kwargs)
+        if getattr(self.dls.device, 'type', None)=='xla': loans.put(self.dls, '_device', torch.device('cpu'))
+        if _from_here(self.logger): loans.put(self, 'logger', print)
+        try: return old(self, *args, **kwargs)
+        finally: vars(self).update(batch)
 
 # %% ../../nbs/130_patches.learner.ipynb #args
 _users = sys.modules.get('fastai.callback.wandb', fastai.basics) # who is imported later takes it from `fastai.basics`

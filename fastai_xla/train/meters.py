@@ -10,6 +10,7 @@ __all__ = ['HostQueue', 'HostBatch', 'DeviceMetric', 'DeviceAvgLoss', 'DeviceAvg
 
 # %% ../../nbs/420_train.meters.ipynb #imports
 import time
+from copy import copy
 from types import FunctionType
 import torch
 from fastai.basics import AvgLoss, AvgMetric, AvgSmoothLoss, find_bs, Metric, to_detach
@@ -83,6 +84,7 @@ class DeviceMetric(GetAttr, Metric):
     "`metric` fed from the device through `queue`"
     _default = '_current'
     def __init__(self, metric:Metric, queue:HostQueue): self.metric,self.queue,self.learn,self.kept = metric,queue,None,[]
+    def __reduce__(self): return copy, (self._current,) # what is pickled, such as by `learn.export`, has the user's own metric
     def reset(self):
         self.queue.flush_for_us()
         self.kept = []
