@@ -385,6 +385,18 @@ def test_training_goes_on_after_export(tmp_path):
     on_device(tpu)
     same(plain, tpu)
 
+class Predicts(Callback):
+    order,run_valid = 200,False
+    def after_batch(self): self.learn.predict(images(1)[0][0])
+
+def test_predict_in_a_batch_says_what_to_do(tmp_path):
+    "In plain fastai the rest of the epoch would be no training"
+    learn = twin(image_learner, tpu=True, path=tmp_path)
+    with pytest.raises(RuntimeError, match='Call `learn.predict` in `before_epoch` or `after_epoch`'): learn.fit(1, 1e-2, cbs=Predicts())
+    on_device(learn)
+    assert lent(learn)==[]
+    learn.fit(1, 1e-2)
+
 class Exports(Callback):
     order,run_valid = 200,False
     def after_batch(self):
