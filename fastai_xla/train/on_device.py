@@ -146,8 +146,9 @@ class DevicePhases(XLACallback):
             self.release()
 
     def _run_at_home(self, f, rest):
-        if self.check: raise RuntimeError("One sample was to be predicted or validated in the middle of a loop over batches: it runs on the host, and after it fastai "
-            "trains on no more batches of the epoch. Call `learn.predict` in `before_epoch` or `after_epoch`; in a loop `validate_beside` validates, and goes on.")
+        if self.check: raise RuntimeError("One sample was to be predicted in the middle of a loop over batches: it runs on the host, "
+            "and after it fastai trains on no more batches of the epoch. "
+            "Call `learn.predict` in `before_epoch` or `after_epoch`; in a loop `validate_beside` validates, and goes on.")
         self.loans.give_back()
         self.learn.dl,self.at_home = to_host(list(self.dl)) if isinstance(self.dl, (list,tuple)) else self.dl,True
         try:
