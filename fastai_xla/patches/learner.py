@@ -148,4 +148,4 @@ _users = sys.modules.get('fastai.callback.wandb', fastai.basics) # who is import
 
 if hasattr(_users, 'init_args'): # fastcore 2.2.39
     @replaces(_users, 'init_args', 'fastai 2.8.12 with fastcore 2.2.39', "`WandbCallback` failed for every Learner: `vars()` of a number")
-    def _init_args(old, o): return old(o) if hasattr(o, '__dict__') and not type(o).__module__.startswith('fastai_xla') else {}
+    def _init_args(old, o): return old(o) if hasattr(o, '__dict__') and not _of_ours(o) else {}
