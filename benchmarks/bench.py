@@ -5,13 +5,13 @@
     python benchmarks/bench.py --works vit --who 'hand fastai_xla scanned'     # what was tried and did not pay
     python benchmarks/bench.py --works resnet18 --who 'hand fastai_xla seldom sharded sharded_seldom' # what it costs to show each loss
     python benchmarks/bench.py --works 'vit vit24' --who 'hand fastai_xla traced'       # what depth costs
-    python benchmarks/bench.py --works mlp --who 'hand together sharded_together' --together 8 # what several steps in one program save
+    python benchmarks/bench.py --works vit --who 'hand fastai_xla watched traced'       # what a callback of the user's costs
     python benchmarks/bench.py --works 'mlp resnet18 vit_tiny' --who 'hand fastai_xla' --tpu v5e-1  # beside what the chip would need
 
 Each contender trains in a process of its own, in turn with the others; a number is the median over the steps of all rounds. Host time
 is the CPU time of the training thread from the end of a step to the end of the next, which another busy process doesn't change as it does wall time. It is
 taken of the steps before the middle of a training, and what XLA does is counted in those after it, as counting takes time and chills the host's caches.
-Where several steps are one program, a number is the mean of as many in a row, so that each has its share of running it. All train the same model on the same batches with AdamW on a one-cycle schedule; fastai's and fastai_xla's have a progress
+All train the same model on the same batches with AdamW on a one-cycle schedule; fastai's and fastai_xla's have a progress
 bar, a recorder and a metric. On 8 virtual cores each replica has an eighth of the batch, and its numbers are those of one core; all of them
 share one interpreter, which on a TPU each has to itself: `replica` is one in a process of its own, whose program has nobody to reduce with.
 The process has one program for all cores when the parameters are sharded, by hand too; what torch_xla does for the tensors of 8 cores is in both. With `--tpu` the TPU's compiler estimates how long a described chip takes for
@@ -33,14 +33,13 @@ BS,LR,WARM,CORES = 16,1e-3,6,8
 WORKS = dict(vit='timm ViT, 12 blocks of width 64, 16 px', resnet18='resnet18, 64 px', mlp='MLP of 8 layers')
 MORE = dict(vit24='timm ViT, 24 blocks of width 64, 16 px', vit_tiny='timm ViT-tiny, 12 blocks of width 192, 64 px')
 CONTENDERS = dict(hand='hand-written torch_xla loop, `torch.optim.AdamW`', syncfree='the hand-written loop with `torch_xla.amp.syncfree.AdamW`', hand_sharded='the hand-written loop, parameters and batches spread over 8 virtual cores by `mark_sharding`', naive='naive fastai: `model.to`, a callback that syncs',
-                  fastai_xla='fastai_xla, one core', traced='fastai_xla, one core, by `to_tpu(replay=False)`', distributed='fastai_xla, distributed, 8 virtual cores', replica='one of its replicas, alone in its process', sharded='fastai_xla, sharded, 8 virtual cores',
-                  together='fastai_xla, one core, several steps in one program (`--together`)', sharded_together='fastai_xla, sharded, several steps in one program', stock='fastai_xla with the optimizer step of fastai', accelerate='accelerate', lightning='Lightning')
+                  fastai_xla='fastai_xla, one core', watched='fastai_xla, one core, with a callback of the user\'s: `before_batch`, `after_pred`, `after_batch`', traced='fastai_xla, one core, by `to_tpu(replay=False)`', distributed='fastai_xla, distributed, 8 virtual cores', replica='one of its replicas, alone in its process', sharded='fastai_xla, sharded, 8 virtual cores',
+                  stock='fastai_xla with the optimizer step of fastai', accelerate='accelerate', lightning='Lightning')
 TRIED = dict(scanned='fastai_xla, the blocks of the ViT by `scan_layers`',
              seldom='fastai_xla, one core, by `to_tpu(fetch_every=60)`',
              sharded_seldom='fastai_xla, sharded, by `to_tpu_sharded(fetch_every=60)`')
 
-FORMS = dict.fromkeys(('sharded','sharded_together','sharded_seldom'), 'hand_sharded') # what does the same by hand, where that is not `hand`
-SEVERAL = 'together','sharded_together' # have several steps in one program
+FORMS = dict.fromkeys(('sharded','sharded_seldom'), 'hand_sharded') # what does the same by hand, where that is not `hand`
 STRANGERS = 'hand','syncfree','hand_sharded','naive','accelerate','lightning' # train without anything of ours but what counts
 COUNTS = 'compiles','reads','uploads','upload_bytes','executions','nodes'
 
@@ -62,21 +61,19 @@ def data(work, n):
 
 class Ticks:
     "When the steps before the middle ended, and what had been counted at the end of those after it: counting takes time, and what it chills the next step warms up"
-    def __init__(self, n, together=1):
-        self.together,self.warm = together,WARM+(2*together if together>1 else 0) # until the program of several is compiled
-        self.middle,self.times,self.rows = (n+self.warm)//2,[],{}
+    def __init__(self, n): self.middle,self.times,self.rows = (n+WARM)//2,[],{}
     def __call__(self):
         from fastai_xla.runtime.counts import xla_counts # which replaces nothing
         i = len(self.times)
-        if i==self.warm or i>=self.middle: self.rows[i] = xla_counts()
+        if i==WARM or i>=self.middle: self.rows[i] = xla_counts()
         self.times.append(dict(wall=time.perf_counter(), host=time.thread_time()))
     def result(self, cores=1):
         "Times of each step before the middle, and the means of the counts after it; of one of `cores` that share a process"
         from fastai_xla.monitor.stats import usual_step
         first,*rows = self.rows.values()
         counts = {k: v/cores for k,v in usual_step([b-a for a,b in zip(rows, rows[1:])], 0).items() if k in COUNTS}
-        timed = self.times[self.warm+1:self.middle:self.together]
-        return dict({k: [1e3*(b[k]-a[k])/self.together for a,b in zip(timed, timed[1:])] for k in ('wall','host')}, **counts, first_compiles=first.compiles, first_seconds=first.compile_seconds)
+        timed = self.times[WARM+1:self.middle]
+        return dict({k: [1e3*(b[k]-a[k]) for a,b in zip(timed, timed[1:])] for k in ('wall','host')}, **counts, first_compiles=first.compiles, first_seconds=first.compile_seconds)
 
 def one_cycle(opt, n):
     import torch
@@ -120,7 +117,7 @@ def learner(work, n, cbs, bs=BS):
 def ticker(tick):
     from fastai.basics import Callback
     class Tick(Callback):
-        order,replayable,reads_weights = 2000,True,False # it counts, and changes nothing
+        order = 2000
         def after_batch(self):
             if self.training: tick()
     return Tick()
@@ -139,7 +136,19 @@ def run_naive(work, n, tick):
     learn.fit_one_cycle(1, LR)
     return float(learn.recorder.losses[-1])
 
-def run_fastai_xla(work, n, tick, stock=False, **kwargs):
+def watch():
+    from fastai.basics import Callback
+    class Watch(Callback):
+        "What users write: a clock, a counter, the shapes that are seen"
+        def before_fit(self): self.n,self.secs,self.shapes = 0,0.,set()
+        def before_batch(self): self.start = time.perf_counter()
+        def after_pred(self): self.shapes.add(tuple(self.pred.shape))
+        def after_batch(self):
+            self.n += 1
+            self.secs += time.perf_counter()-self.start
+    return Watch()
+
+def run_fastai_xla(work, n, tick, stock=False, watched=False, **kwargs):
     import fastai_xla.all
     from fastai.basics import Callback
     class StockStep(Callback):
@@ -148,7 +157,7 @@ def run_fastai_xla(work, n, tick, stock=False, **kwargs):
         def before_train(self): vars(self.opt).pop('step')
     for o in fastai_xla.all.patches_in_force():
         if stock and o.name=='zero_grad': o.undo()
-    learn = learner(work, n, [ticker(tick), *([StockStep()] if stock else [])]).to_tpu(**kwargs)
+    learn = learner(work, n, [ticker(tick), *([StockStep()] if stock else []), *([watch()] if watched else [])]).to_tpu(**kwargs)
     learn.fit_one_cycle(1, LR)
     return float(learn.recorder.losses[-1])
 
@@ -224,29 +233,26 @@ def run_lightning(work, n, tick):
     trainer.fit(Module(), torch.utils.data.DataLoader(data(work, n), batch_size=BS))
     return float(trainer.callback_metrics['loss'])
 
-RUNS = dict(hand=run_hand, syncfree=partial(run_hand, syncfree=True), hand_sharded=partial(run_hand, sharded=True), naive=run_naive, fastai_xla=run_fastai_xla, traced=partial(run_fastai_xla, replay=False), distributed=run_distributed, replica=partial(run_distributed, cores=1), sharded=run_sharded,
+RUNS = dict(hand=run_hand, syncfree=partial(run_hand, syncfree=True), hand_sharded=partial(run_hand, sharded=True), naive=run_naive, fastai_xla=run_fastai_xla, watched=partial(run_fastai_xla, watched=True), traced=partial(run_fastai_xla, replay=False), distributed=run_distributed, replica=partial(run_distributed, cores=1), sharded=run_sharded,
             stock=partial(run_fastai_xla, stock=True), accelerate=run_accelerate, lightning=run_lightning, scanned=run_scanned,
-            together=run_fastai_xla, sharded_together=run_sharded,
             seldom=partial(run_fastai_xla, fetch_every=60.), sharded_seldom=partial(run_sharded, fetch_every=60.))
 
-def contend(work, who, n, together):
+def contend(work, who, n):
     "In a process of its own: train, and print what it cost"
     import torch
     torch.set_num_threads(1)
-    several = who in SEVERAL
-    if several: n = max(n, 7*together) # of which two programs are timed
-    tick = Ticks(n, together if several else 1)
-    res = RUNS[who](work, n, tick, **(dict(steps_per_execution=together) if several else {}))
+    tick = Ticks(n)
+    res = RUNS[who](work, n, tick)
     if who in STRANGERS and 'fastai_xla.patches' in sys.modules: raise RuntimeError(f'{who} was trained with the patches of fastai_xla in force')
     print('\nRESULT '+json.dumps(res if isinstance(res, dict) else dict(tick.result(), loss=res)), flush=True)
 
-def measure(work, who, n, together):
+def measure(work, who, n):
     "What a process of `who` printed, with XLA's account of its graph; None, with the end of its complaint, if it failed"
-    from fastai_xla.monitor import read_dump, training_graph
+    from dump import read_dump, training_graph
     with tempfile.TemporaryDirectory() as dump:
         env = dict(os.environ, XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump} --xla_dump_hlo_as_text")
         if who!='distributed' and who not in FORMS: env['CPU_NUM_DEVICES'] = str(CORES if who=='hand_sharded' else 1)
-        res = subprocess.run([sys.executable, __file__, '--child', f'{work} {who}', '--steps', str(n), '--together', str(together)], capture_output=True, text=True, env=env)
+        res = subprocess.run([sys.executable, __file__, '--child', f'{work} {who}', '--steps', str(n)], capture_output=True, text=True, env=env)
         lines = [o for o in res.stdout.splitlines() if o.startswith('RESULT ')]
         if not lines: return print(f'{work} {who} failed: {res.stderr[-600:]}', file=sys.stderr)
         g = training_graph(read_dump(dump))
@@ -284,20 +290,19 @@ def main(
     who:str=' '.join(CONTENDERS), # Who trains
     rounds:int=2, # How often each trains
     steps:int=60, # Steps of a training, half of them timed and half of them counted
-    together:int=16, # Steps in one program, of the contenders `together` and `sharded_together`
     out:str='bench.json', # File for the numbers
     tpu:str='', # A described chip, such as 'v5e-1', for which steps are compiled too
     child:str='', # Train in this process: work and contender
 ):
     "Print a table for each work and write the numbers as JSON"
-    if child: return contend(*child.split(), steps, together)
+    if child: return contend(*child.split(), steps)
     here = [o for o in who.split() if o not in ('accelerate','lightning') or find_spec(o)]
     for o in set(who.split())-set(here): print(f'{o} is not installed, so it does not take part: `make bench` installs it\n')
     res = dict(machine=machine())
     for work in works.split():
         got = {o: [] for o in here}
         for _ in range(rounds):
-            for o in here: got[o].append(measure(work, o, steps, together))
+            for o in here: got[o].append(measure(work, o, steps))
         res[work] = {o: pool(r) for o,r in got.items() if all(r)}
         print(table(work, res[work]), '\n', flush=True)
         if tpu:

@@ -8,13 +8,18 @@
 `damage` makes the checkpoints of a training by `to_tpu` and of one by `to_tpu_sharded(fsdp=8)`, each in a process of its own, damages a
 copy of the newest one, and has it opened and loaded as `resume_from` and `load_sharded` do.
 """
-import contextlib, io, json, os, pickle, random, re, shutil, signal, subprocess, sys, tempfile, threading, time
+import contextlib, io, json, os, pickle, random, re, shutil, signal, subprocess, sys, tempfile, threading, time, zipfile
 from collections import Counter
 from pathlib import Path
 import torch
 from fastai.basics import *
 from fastai.callback.all import *
 from fastai_xla.all import *
+from fastai_xla.checkpoint.callback import plan_resume
+from fastai_xla.checkpoint.manager import CheckpointManager
+from fastai_xla.checkpoint.safe import Undecodable
+from fastai_xla.checkpoint.storage import CheckpointDir
+from fastai_xla.checkpoint.train_state import note_all_made, TrainState
 from fastai_xla.runtime.device import xm
 from fastcore.script import call_parse
 
@@ -62,8 +67,8 @@ def attack(run, name, file, damage, rng, learn, before):
     out = io.StringIO()
     try:
         damage(copy/file, rng)
-        with contextlib.redirect_stdout(out): found = CheckpointStore(run).newest()
-        if found is None or found.folder.name==name or not same(load(learn, found.folder), before): return 'silently wrong', out.getvalue()
+        with contextlib.redirect_stdout(out): found = CheckpointManager(run).newest()
+        if found is None or found.saved.name==name or not same(load(learn, found.saved), before): return 'silently wrong', out.getvalue()
         try: learn.load_sharded(copy)
         except (DamagedCheckpoint, FileNotFoundError) as e: pass
         else: return 'silently wrong', 'load_sharded'
@@ -75,12 +80,13 @@ def attack(run, name, file, damage, rng, learn, before):
 
 def attack_all(run, flips=8, only=None, seed=0):
     "A Counter of the outcomes of all damages, or of `only` so many, of the newest checkpoint in `run`"
-    rng,store,learn = random.Random(seed),CheckpointStore(run),learner()
-    *_,previous,name = store.names()
-    before,todo = load(learn, store.path/previous),damages(store.path/name, rng, flips)
+    run = Path(run)
+    rng,names,learn = random.Random(seed),CheckpointManager(run).names(),learner()
+    *_,previous,name = names
+    before,todo = load(learn, run/previous),damages(run/name, rng, flips)
     res = Counter()
     for file,damage in (rng.sample(todo, only) if only else todo):
-        outcome,said = attack(Path(run), name, file, damage, rng, learn, before)
+        outcome,said = attack(run, name, file, damage, rng, learn, before)
         if outcome=='fell back' and not (name in said and said.count('\n')==1): outcome = 'fell back without a line'
         res[damage.__name__,outcome] += 1
     return res
@@ -108,74 +114,73 @@ class Payload:
     def __init__(self, path): self.path = path
     def __reduce__(self): return os.mkdir, (str(self.path),)
 
-def _json(folder, name, f):
-    "Change the JSON of a file by `f`"
-    path = folder/name
-    path.write_text(json.dumps(f(json.loads(path.read_text()))))
+def _saved(o):
+    "`o` as torch.save writes it"
+    f = io.BytesIO()
+    torch.save(o, f)
+    return f.getvalue()
 
-def _pickled_value(folder, mark):
-    from safetensors.torch import save_file
-    save_file({'host.0': torch.frombuffer(bytearray(pickle.dumps(Payload(mark))), dtype=torch.uint8)}, folder/'values.safetensors')
-    (folder/'values.json').write_text(json.dumps({'dict': [{'tuple': ['opt','hypers']}, {'pickle': 'host.0'}]}))
+class Called:
+    "Pickled as a call of `f`"
+    def __init__(self, f, *args): self.f,self.args = f,args
+    def __reduce__(self): return self.f,self.args
 
-def _pickled_progress(folder, mark):
-    from safetensors.torch import save_file
-    for o in (folder/'progress').glob('*.safetensors'):
-        save_file({'host.0': torch.frombuffer(bytearray(pickle.dumps(Payload(mark))), dtype=torch.uint8)}, o)
-        o.with_suffix('.json').write_text(json.dumps({'pickle': 'host.0'}))
+def _zipped(pkl):
+    "A file of torch.save's with the pickle `pkl`"
+    f,g = io.BytesIO(_saved(0)),io.BytesIO()
+    with zipfile.ZipFile(f) as a, zipfile.ZipFile(g, 'w') as b:
+        for o in a.namelist(): b.writestr(o, pkl if o.endswith('data.pkl') else a.read(o))
+    return g.getvalue()
 
-def _shard(folder, b): next(folder.glob('shard*')).write_bytes(b)
-def _first(d, **kw): return {**d, next(iter(d)): {**d[next(iter(d))], **kw}}
+# `__code__` for a function that may be called; a list in a list in a list ...
+_built = b'\x80\x02ctorch._utils\n_rebuild_tensor_v2\n}X\x08\x00\x00\x00__code__K\x01sb.'
+_deep = b'\x80\x02'+b']'*10**5+b'a'*(10**5-1)+b'.'
 
 def attacks():
-    "By name, what changes a good checkpoint `folder` into one that would call `Payload(mark)`"
-    def torch_zip(mark):
-        f = io.BytesIO()
-        torch.save(Payload(mark), f)
-        return f.getvalue()
-    def value(o): return lambda folder, mark: (folder/'values.json').write_text(json.dumps({'dict': [{'tuple': ['opt','hypers']}, o(mark)]}))
-    return {'pickle as .metadata': lambda folder, mark: [(folder/'.metadata').write_bytes(pickle.dumps(Payload(mark))), (folder/'index.json').unlink()],
-        'pickle as progress.pkl': lambda folder, mark: (folder/'progress.pkl').write_bytes(pickle.dumps([Payload(mark)])),
-        'pickle as position.json': lambda folder, mark: (folder/'position.json').write_bytes(pickle.dumps(Payload(mark))),
-        'pickle as index.json': lambda folder, mark: (folder/'index.json').write_bytes(pickle.dumps(Payload(mark))),
-        'pickle as values': _pickled_value, 'pickle in the progress': _pickled_progress, 'pickle as a shard': lambda folder, mark: _shard(folder, pickle.dumps(Payload(mark))),
-        'torch.save as a shard': lambda folder, mark: _shard(folder, torch_zip(mark)),
-        'a function as a tag': value(lambda mark: {'os.mkdir': str(mark)}), 'a module as a tag': value(lambda mark: {'posix.mkdir': {'tuple': [str(mark)]}}),
-        'a factory of a defaultdict': value(lambda mark: {'defaultdict': ['mkdir', {'dict': []}]}),
-        'a class of tensors': value(lambda mark: {'tensor': ['host.0', 'os.mkdir', False]}),
-        'a dtype that is a function': lambda folder, mark: _json(folder, 'index.json', lambda d: _first(d, dtype='load')),
-        'a file elsewhere': lambda folder, mark: _json(folder, 'index.json', lambda d: _first(d, pieces=[['../../../x', [0], [64]]])),
-        'nested without end': lambda folder, mark: (folder/'values.json').write_text('['*10**5)}
+    "By name, what changes the files of a good checkpoint in `folder` into ones that would make the folder `mark`"
+    def write(file, b): return lambda folder, mark: (folder/file).write_bytes(b(mark))
+    def shard(b): return lambda folder, mark: next(folder.glob('shard*')).write_bytes(b(mark))
+    pickled,torch_saved = lambda mark: pickle.dumps(Payload(mark), 2),lambda mark: _saved([Payload(mark)])
+    res = {'pickle as settings.json': write('settings.json', pickled), 'pickle as a shard': shard(pickled), 'torch.save as a shard': shard(torch_saved)}
+    for file in ('state.pt','train_state/00000.pt'):
+        res.update({f'{what}, {file}': write(file, b) for what,b in {'pickle': pickled, 'torch.save': torch_saved,
+            'a newer pickle': lambda mark: pickle.dumps(Payload(mark)), 'a module by name': lambda mark: _saved([Called(__import__, 'os')]),
+            'an attribute of a function': lambda mark: _zipped(_built),
+            'eval': lambda mark: _saved(Called(eval, f'__import__("os").mkdir({str(mark)!r})')), 'nested without end': lambda mark: _zipped(_deep)}.items()})
+    return res
 
 def try_attack(f, good, learn, d):
     "(was it executed?, what was said by `load_sharded`, and by the store)"
-    run,mark = Path(d)/'run',Path(d)/'executed'
+    run,mark,settings = Path(d)/'run',Path(d)/'executed',json.loads(good.files['settings.json'].read_text())['settings']
     shutil.rmtree(run, ignore_errors=True)
-    folder = run/good.name
-    shutil.copytree(good, folder)
-    f(folder, mark)
-    (folder/'manifest.json').unlink()
-    if not (folder/'.metadata').exists(): seal(folder)
+    with CheckpointDir(run).replacing(good.name, good.info) as folder: # its checksums are right
+        for k,o in good.files.items():
+            (folder/k).parent.mkdir(exist_ok=True)
+            shutil.copy(o, folder/k)
+        f(folder, mark)
     def said(g):
         try: g()
         except (DamagedCheckpoint, Undecodable) as e: return type(e).__name__
         except Exception as e: return f'bare {type(e).__name__}: {e}'
         return 'loaded'
     def resume():
-        found = CheckpointStore(run).newest()
-        load_state(learn, found.folder)
-        Progress.read(found.folder/'progress/00000').restore(learn)
-    return mark.exists(), said(lambda: learn.load_sharded(folder)), said(resume), mark.exists()
+        with contextlib.redirect_stdout(io.StringIO()): found = CheckpointManager(run).newest()
+        plan_resume(found, settings, found.position.fit)
+        load_state(learn, found.saved)
+        TrainState(found.saved.files['train_state/00000.pt']).restore(learn)
+    return mark.exists(), said(lambda: learn.load_sharded(run/good.name)), said(resume), mark.exists()
 
 def malicious_table():
     n = 0
     with tempfile.TemporaryDirectory() as d:
         make('to_tpu', d)
-        learn,good = learner().to_tpu(),CheckpointStore(f'{d}/run').folders()[-1]
+        manager,learn = CheckpointManager(f'{d}/run'),learner().to_tpu()
+        note_all_made(learn)
+        good = manager.newest().saved
         for name,f in attacks().items():
             _,loaded,resumed,ran = try_attack(f, good, learn, f'{d}/attacked')
             n += ran
-            print(f"{name:28} {'EXECUTED' if ran else 'not run':9} load_sharded: {loaded:20} resume: {resumed}")
+            print(f"{name:48} {'EXECUTED' if ran else 'not run':9} load_sharded: {loaded:20} resume: {resumed}")
     print(f'{len(attacks())} malicious checkpoints: {n} executed')
 
 # ---- cost
@@ -219,13 +224,13 @@ class Slow(Callback):
 def watchdog_report(minutes):
     "Stop the process of two replicas by SIGSTOP once there is a checkpoint, show what is said, and go on"
     def fit(folder, watchdog):
-        learn = learner(folder, [Slow(), resume_from(f'{folder}/run', every=3)]).to_tpu_distributed(n_cores=2, watchdog=watchdog)
+        learn = learner(folder, [Slow(), resume_from(f'{folder}/run', every=3)]).to_tpu_distributed(n_cores=2, processes=True, watchdog=watchdog)
         with learn.no_bar(), learn.no_logging(): learn.fit(3)
         return learn
     with tempfile.TemporaryDirectory() as d:
         pid = get_pool(2).run(lambda rank: os.getpid())[0]
         def stop():
-            while not CheckpointStore(f'{d}/run').good_names(): time.sleep(.1)
+            while not CheckpointManager(f'{d}/run').names(): time.sleep(.1)
             os.kill(pid, signal.SIGSTOP)
         threading.Thread(target=stop).start()
         try: fit(d, minutes)

@@ -1,9 +1,8 @@
-"""What depth costs: time to compile a training step, size of its program, and the memory it takes on each core, with plain blocks, gradient checkpointing, one loop, and a program for each block (`mark_step`):
+"""What depth costs: time to compile a training step, size of its program, and the memory it takes on each core, with plain blocks, gradient checkpointing, and one loop:
 
-    PJRT_DEVICE=CPU python benchmarks/depth.py [--depths 4,12,24] [--modes plain,grad_ckpt,scan,mark_step] [--dim 64] [--mesh fsdp=8]
+    PJRT_DEVICE=CPU python benchmarks/depth.py [--depths 4,12,24] [--modes plain,grad_ckpt,scan] [--dim 64] [--mesh fsdp=8]
 
 Each line is a process of its own on virtual cores, that trains a vision transformer sharded over them for a few steps. Times are XLA:CPU's, whose compiler is another than a TPU's; sizes are of the program as it is handed to the compiler (instructions) and the compiler's own account of temporary memory.
-All are those of the largest program of a step: with `mark_step` there are others, and the inputs of the blocks, which wait for the way back between programs, are not in its temporary memory.
 """
 import argparse, json, os, re, subprocess, sys, tempfile
 from pathlib import Path
@@ -11,7 +10,8 @@ from pathlib import Path
 def measure(depth, mode, dim, bs, opt, mesh):
     "Train, and say what the training step's program is: in a process that writes programs and memory to files here"
     from fastai.vision.all import Learner, DataLoaders, DataLoader, TensorImage, TensorCategory, CrossEntropyLossFlat, set_seed, Adam, SGD
-    from fastai_xla.all import mean_vit, xm
+    from fastai_xla.all import mean_vit
+    from fastai_xla.runtime.device import xm
     import torch, torch_xla, fastai_xla.all
     from torch_xla.debug import metrics as met
     set_seed(1)
@@ -47,7 +47,7 @@ def run(start=subprocess.run, **kwargs):
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument('--depths', default='4,12,24'); p.add_argument('--modes', default='plain,grad_ckpt,scan,mark_step'); p.add_argument('--dim', type=int, default=64)
+    p.add_argument('--depths', default='4,12,24'); p.add_argument('--modes', default='plain,grad_ckpt,scan'); p.add_argument('--dim', type=int, default=64)
     p.add_argument('--bs', type=int, default=64); p.add_argument('--opt', default='Adam'); p.add_argument('--mesh', default='fsdp=8'); p.add_argument('--one', help=argparse.SUPPRESS)
     a = p.parse_args()
     if a.one: return print(json.dumps(measure(**json.loads(a.one))))

@@ -31,12 +31,13 @@ def model_of(w):
     if w.model=='collab': return EmbeddingDotBias(50, n_words, n_words, (0,5.5))
     if w.model.startswith('resnet'): return getattr(torchvision.models, w.model)(num_classes=10)
     if w.model=='convnext': return timm.create_model('convnext_tiny', num_classes=10)
+    if w.model=='efficientnet': return timm.create_model('efficientnet_b0', num_classes=10)
     if w.model=='vit_base': return timm.create_model('vit_base_patch16_224', img_size=w.size, num_classes=10)
     return timm.create_model('vit_tiny_patch16_224', img_size=w.size, patch_size=8, num_classes=10)
 
 def planned(w):
     "Bytes that `plan_training` says a step of the work `w` takes; of images on one chip"
-    from fastai_xla.monitor import plan_training
+    from fastai_xla.aot import plan_training
     from fastai_xla.sharding import make_mesh
     if w.form!='tpu' or w.model in ('awd_lstm','tabular','collab'): return
     return plan_training(model_of(w), make_mesh(n=1), w.bs, (3,w.size,w.size), bf16=w.bf16).total
@@ -74,28 +75,30 @@ def options_of(w):
     return dict(fsdp=tpu_slice_of(w).n) if w.form=='sharded' else {}
 
 def tpu_slice_of(w):
-    from fastai_xla.monitor import tpu_slice
+    from fastai_xla.aot.plan import tpu_slice
     return tpu_slice(w.chips)
 
 def compiled(module, w, effort, cache):
     "What the compiler says of a step of the work `w`"
-    from fastai_xla.monitor import CompiledPrograms, ProgramReport
+    from fastai_xla.aot.libtpu import ProgramCache
+    from fastai_xla.aot.report import ProgramReport
     s = tpu_slice_of(w)
-    n = dict(tpu={}, distributed=dict(replicas=s.n), sharded=dict(partitions=s.n))[w.form]
-    res,memory,seconds = CompiledPrograms(s, cache).compile(module, effort=effort, **n)
+    n = dict(tpu={}, ranks=dict(replicas=s.n), sharded=dict(partitions=s.n))[w.form]
+    res,memory,seconds = ProgramCache(s, cache).compile(module, effort=effort, **n)
     return ProgramReport(res, memory, s, seconds)
 
 def our_program(w):
     "Our training step"
     import fastai_xla.all
-    from fastai_xla.launch.crew import pack_run
-    from fastai_xla.monitor import CompileJob, stock_collectives, trace_phase
+    from fastai_xla.launch.launcher import pack_run
+    from fastai_xla.aot.hlo import tpu_collectives
+    from fastai_xla.aot.trace import CompileJob, trace_phase
     from fastai_xla.runtime.device import make_programs_for
     make_programs_for('TPU')
     with tempfile.TemporaryDirectory() as d:
-        run,_kept = pack_run(print, (learner(w),), share=False)
-        (step,),_ = trace_phase(CompileJob(w.chips, w.form, tpu_slice_of(w).n, options_of(w)), run, Path(d)/'train', 'train')
-    return stock_collectives(step.program) if w.form=='distributed' else step.program
+        run,*_ = pack_run(print, (learner(w),), share=False)
+        program,_ = trace_phase(CompileJob(w.chips, w.form, tpu_slice_of(w).n, options_of(w)), run, Path(d)/'train', 'train')
+    return tpu_collectives(program) if w.form=='ranks' else program
 
 def ours(w, effort, cache):
     "What the compiler says of our training step"
@@ -109,7 +112,7 @@ def asked(python, *args):
 
 def jax_program(name, python):
     "JAX's step, of a model that has as many parameters as ours"
-    from fastai_xla.monitor import hlo_message
+    from fastai_xla.aot.hlo import hlo_message
     with tempfile.TemporaryDirectory() as d:
         n,own = int(asked(python, name, f'{d}/hlo')),n_params(works[name])
         if n!=own: sys.exit(f"JAX's model of {name} has {n} parameters and ours {own}, so their steps cannot be compared: mend it in jax_twins.py.")
@@ -118,7 +121,7 @@ def jax_program(name, python):
 def of_jax(name, python, effort, cache):
     "What the compiler says of JAX's step"
     w = works[name]
-    return compiled(jax_program(name, python), w._replace(form='sharded') if w.form=='distributed' else w, effort, cache) # JAX's replicas are parts of one program
+    return compiled(jax_program(name, python), w._replace(form='sharded') if w.form=='ranks' else w, effort, cache) # JAX's replicas are parts of one program
 
 # ---- the same work?
 
@@ -141,8 +144,12 @@ def counts(names, python):
 def sampled(size, kind, cache, bs=16):
     "What the compiler says of the bilinear sampling of a batch, by 'look-ups', or of 'numbers' or 'bytes' by products, over whole images or by 'tiles of' them"
     import torch
-    from fastai_xla.monitor import CompiledPrograms, hlo_message, ProgramReport, tpu_slice
-    from fastai_xla.patches import grid_sample_xla, sampled_by_tiles, tile_grid
+    from fastai_xla.aot.hlo import hlo_message
+    from fastai_xla.aot.libtpu import ProgramCache
+    from fastai_xla.aot.report import ProgramReport
+    from fastai_xla.aot.plan import tpu_slice
+    from fastai_xla.patches.ops import grid_sample_xla
+    from fastai_xla.patches.tiles import sampled_by_tiles, tile_grid
     from fastai_xla.runtime.device import make_programs_for, torch_xla, xla_device
     x,grid,mat = [torch.rand(bs, *o).to(xla_device()) for o in ((3,size,size), (size,size,2), (2,3))]
     make_programs_for(None if kind=='look-ups' else 'TPU')
@@ -150,7 +157,7 @@ def sampled(size, kind, cache, bs=16):
     res = sampled_by_tiles(x, tile_grid(mat, size, size, True), size, size, *how) if 'tiles' in kind else grid_sample_xla(x, grid, 'bilinear', *how)
     module = hlo_message('HloModuleProto').FromString(torch_xla._XLAC._get_xla_tensors_hlo_proto([res]))
     s = tpu_slice('v5e-1')
-    res,memory,seconds = CompiledPrograms(s, cache).compile(module, effort=0.)
+    res,memory,seconds = ProgramCache(s, cache).compile(module, effort=0.)
     return ProgramReport(res, memory, s, seconds)
 
 def sampling(cache):
@@ -171,7 +178,7 @@ def far_tiles(size, n=8000, bs=16):
     import torch
     from fastai.vision.augment import AffineCoordTfm, aug_transforms, compose_tfms, setup_aug_tfms
     from fastai.vision.core import TensorImage
-    from fastai_xla.patches import tile_grid
+    from fastai_xla.patches.tiles import tile_grid
     from fastai_xla.patches.ops import source_pixel
     torch.manual_seed(0)
     tfm,found,last = next(o for o in setup_aug_tfms(aug_transforms()) if isinstance(o, AffineCoordTfm)),0,size-49
@@ -196,7 +203,7 @@ def gathered(r):
 
 def by_turns(r, turns):
     "Cycles with look-ups, if loops in which the data decide take so many turns"
-    return r.cycles+gathered(r)+(turns-1)*r.turn
+    return r.cycles+gathered(r)+(turns-1)*r.unknown_loops
 
 def shown(x, form='.2f'): return '' if x is None else format(x, form)
 
@@ -206,7 +213,7 @@ def row(name, python, effort, cache, kinds):
     rs = [ours(w, effort, cache)] + ([of_jax(name, python, effort, cache)] if python else [])
     if kinds: print(*[f'{who}: {r}' for who,r in zip(('ours','JAX'), rs)], sep='\n\n')
     (c,full,mem),(jc,jfull,jmem) = ([(r.cycles/1e6, (r.cycles+gathered(r))/1e6, r.memory.total/1e6) for r in rs]+[(None,)*3])[:2]
-    plan,turned = planned(w),by_turns(rs[0], far_tiles(w.size, bs=w.bs))/1e6 if w.aug and rs[0].turn else None
+    plan,turned = planned(w),by_turns(rs[0], far_tiles(w.size, bs=w.bs))/1e6 if w.aug and rs[0].unknown_loops else None
     cells = (name, shown(c), shown(full), shown(turned), shown(jc), shown(jfull), shown(jfull and (turned or full)/jfull),
         shown(mem, '.0f'), shown(plan and plan/1e6, '.0f'), shown(jmem, '.0f'), shown(jmem and mem/jmem), '+'.join(f'{r.seconds:.0f}' for r in rs))
     return cells,(full,turned or full)

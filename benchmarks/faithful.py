@@ -1,14 +1,14 @@
 """Fastai workloads as its course and tutorials have them, in plain fastai on the CPU and in each form of fastai_xla: what differs, as a markdown table.
 
     python benchmarks/faithful.py                                        # every case in every form
-    python benchmarks/faithful.py --cases unet gan --forms pool          # some
+    python benchmarks/faithful.py --cases unet gan --forms cores         # some
     python benchmarks/faithful.py --cores 2                              # on 2 cores instead of 4
 
 The cases stand in faithful_cases.py, which runs as `__main__` in a process for each form, as a notebook does. A batch has the same samples
-in each form: on the pool each core gets its share of it, with `sync_bn=True`. Losses, metrics, predictions in their order, weights and texts
-are compared. A cell says `equal`, with the largest difference, relative to the largest value of its kind where that is above 1; or the reason
-why it is not; then the case is compared without its cause too: without draws, where cores draw for themselves. The exit status is 1 if a cell
-is neither equal nor explained.
+in each form: on cores of one process, and on a pool with a process for each, which has `sync_bn=True`, a core gets its share of it. Losses,
+metrics, predictions in their order, weights and texts are compared. A cell says `equal`, with the largest difference, relative to the largest
+value of its kind where that is above 1; or the reason why it is not; then the case is compared without its cause too: without draws, where
+cores draw for themselves. The exit status is 1 if a cell is neither equal nor explained.
 """
 import os, pickle, subprocess, sys, time
 from argparse import ArgumentParser
@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 import numpy as np
 
-FORMS = dict(plain='plain', tpu='`to_tpu`', pool='pool of {}', sharded='sharded of {}')
+FORMS = dict(plain='plain', tpu='`to_tpu`', cores='{} cores', pool='pool of {}', sharded='sharded of {}')
 here = Path(__file__).resolve().parent
 
 # ---- run
@@ -107,6 +107,6 @@ if __name__=='__main__':
     p = ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument('--cases', nargs='*', default=[], help='Names of cases; all of them without')
     p.add_argument('--forms', nargs='*', default=[*FORMS], choices=[*FORMS])
-    p.add_argument('--cores', type=int, default=4, help='Cores of the pool and of the sharded form')
+    p.add_argument('--cores', type=int, default=4, help='Cores of the forms with several')
     p.add_argument('--verbose', action='store_true', help='Times and tracebacks too')
     sys.exit(main(**vars(p.parse_args())))

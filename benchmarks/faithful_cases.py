@@ -22,13 +22,14 @@ def case(tol=1e-4, but=None, **reasons):
 # ---- the form
 
 def bs(n):
-    "The `bs` of a user who wants batches of `n` samples: on the pool it is per core"
-    return n//cores if form=='pool' else n
+    "The `bs` of a user who wants batches of `n` samples: it is that of one core where it is per core"
+    return n//cores if form in ('cores','pool') else n
 
 def place(learn):
     "The one line that differs"
     if form=='tpu': learn.to_tpu()
-    if form=='pool': learn.to_tpu_distributed(cores, sync_bn=True)
+    if form=='cores': learn.to_tpu_distributed(cores)
+    if form=='pool': learn.to_tpu_distributed(cores, processes=True, sync_bn=True)
     if form=='sharded': learn.to_tpu_sharded(fsdp=cores)
     return learn
 
@@ -179,7 +180,7 @@ def gradual_unfreezing(draws):
 @case(but='with one `val_bs`', pool='the text of the validation is read in `bs` rows, which are shared')
 def language_model(own):
     cfg = {**awd_lstm_lm_config, **dict(emb_sz=6, n_hid=8, n_layers=1), **_no_drop}
-    dls = text_dls(val_bs=None if own else 8)
+    dls = text_dls(val_bs=None if own else bs(8) if form=='cores' else 8) # ranks share its rows
     learn = place(language_model_learner(dls, AWD_LSTM, config=cfg, pretrained=False, drop_mult=1., metrics=[accuracy, Perplexity()]))
     learn.fit_one_cycle(2, 1e-2)
     return dict(**trained(learn), valid=learn.validate())

@@ -1,17 +1,18 @@
-"""The input side in three tables: batch transforms on the device, compilations per epoch, and reading while the device works.
+"""The input side in four tables: batch transforms on the device, compilations per epoch, reading for several cores, and reading while the device works.
 
-    python benchmarks/input.py                # all three
-    python benchmarks/input.py learners       # one of: transforms learners overlap
+    python benchmarks/input.py                # all four
+    python benchmarks/input.py learners       # one of: transforms learners cores overlap
 
 The counts do not depend on the machine; the times do.
 """
-import os, subprocess, sys, warnings
+import multiprocessing, os, resource, shutil, statistics, subprocess, sys, tempfile, time, warnings
 from pathlib import Path
 warnings.filterwarnings('ignore')
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]/'tests'))
 os.environ.setdefault('PJRT_DEVICE', 'CPU')
 os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0') # compiles three times as fast; read when the runtime starts
 from text_models import *
+from PIL import Image
 
 def table(head, rows):
     print(f"\n| {' | '.join(head)} |\n|{'---|'*len(head)}")
@@ -96,8 +97,50 @@ def learners():
         one,two = counts.epochs
         yield f'`{mk.__name__}`', one.compiles, two.compiles, sum(one.fallbacks.values()), sum(two.fallbacks.values())
 
+# ---- reading for several cores: a loader of all, or one for each, in a process of its own as ranks have them
+
+def _photos(n, px):
+    "A folder of `n` JPEGs of `px` pixels a side"
+    folder = Path(tempfile.mkdtemp())
+    rng = np.random.RandomState(0)
+    for i in range(n): Image.fromarray(rng.randint(0, 256, (px//8,px//8,3)).astype(np.uint8)).resize((px,px)).save(folder/f'{i%4}_{i}.jpg')
+    return folder
+
+def _read(files, bs, workers, ready, q):
+    "Read `files` twice, and say the time when the second reading began and ended, and the CPU seconds of both this process and its workers"
+    dl = DataBlock((ImageBlock, CategoryBlock), get_y=lambda o: o.name[0], splitter=lambda o: (range(len(o)), [])).dataloaders(files, bs=bs, num_workers=workers, shuffle=False).train
+    dl.drop_last = False
+    dl.after_batch = Pipeline()
+    def epoch(): return sum(len(b[0]) for b in dl)
+    def cpu(): return sum(o.ru_utime+o.ru_stime for o in map(resource.getrusage, (resource.RUSAGE_SELF,resource.RUSAGE_CHILDREN)))
+    epoch()
+    ready.wait()
+    start,used = time.time(),cpu()
+    assert epoch()==len(files)
+    q.put((start, time.time(), cpu()-used))
+
+def _reading(files, n, bs, workers):
+    "(images a second, CPU seconds) of `n` processes, which share the files"
+    ctx = multiprocessing.get_context('fork')
+    ready,q = ctx.Barrier(n),ctx.Queue()
+    ps = [ctx.Process(target=_read, args=(files[i::n], bs, workers, ready, q)) for i in range(n)]
+    for p in ps: p.start()
+    starts,ends,used = zip(*[q.get() for _ in ps])
+    for p in ps: p.join()
+    return len(files)/(max(ends)-min(starts)),sum(used)
+
+def cores(n=4, bs=16, px=224, n_files=1024, rounds=3):
+    folder = _photos(n_files, px)
+    files = sorted(folder.iterdir())
+    for workers in (0,n):
+        runs = [(_reading(files, 1, n*bs, workers),_reading(files, n, bs, workers//n)) for _ in range(rounds)]
+        one,many = [[statistics.median(o) for o in zip(*rs)] for rs in zip(*runs)]
+        yield f'{workers} and {n} of {workers//n}',*[f'{o:.0f}' for o in (one[0], many[0])],f'{one[0]/many[0]:.2f}',*[f'{o:.2f}' for o in (one[1], many[1])],f'{one[1]/many[1]:.2f}'
+    shutil.rmtree(folder)
+
 TABLES = dict(transforms=(['transform', 'fallbacks', 'reads in 10 batches', 'compiles', 'largest difference to the CPU'], transforms),
-              learners=(['Learner', 'compiles in epoch 1', 'in epoch 2', 'fallbacks in epoch 1', 'in epoch 2'], learners))
+              learners=(['Learner', 'compiles in epoch 1', 'in epoch 2', 'fallbacks in epoch 1', 'in epoch 2'], learners),
+              cores=(['workers', 'images a second, one loader of 64', 'four of 16', 'ratio', 'CPU seconds, one', 'four', 'ratio'], cores))
 
 def overlap():
     "In a process of its own, whose device works on one core"

@@ -14,9 +14,10 @@ from fastai.basics import *
 from fastai.callback.all import *
 from fastai.vision.augment import RandTransform
 from fastai_xla.all import *
+from fastai_xla.runtime.ranks import barrier
 from fastai_xla.runtime.transfer import to_host
 
-forms = 'to_tpu','pool','script','fsdp'
+forms = 'to_tpu','cores','pool','script','fsdp'
 schedules = 'one_cycle','fine_tune'
 
 # ---- the training
@@ -99,11 +100,8 @@ def differences(a, b):
 # ---- one run of it, in a process of its own
 
 def on_rank(rank, schedule, every, dies, fit_done):
-    "The part of a launched script on one rank; they are threads here, which share a random state, so one begins after the other"
-    for r in (1, 0):
-        if rank==r: learn = learner([resume_from('run', every=every), *([Dies()] if dies and not rank else [])])
-        barrier()
-    learn.to_tpu_distributed()
+    "The part of a launched script on one rank"
+    learn = learner([resume_from('run', every=every), *([Dies()] if dies and not rank else [])]).to_tpu_distributed()
     fits(learn, schedule, False, noop if rank else fit_done)
     return outcome(learn) if rank==0 else None
 
@@ -117,7 +115,7 @@ def train(form, schedule, every, at=None, fit=None):
     learn = learner([resume_from('run', every=every), *([Dies()] if at else [])])
     if form=='to_tpu': learn.to_tpu()
     elif form=='fsdp': learn.to_tpu_sharded(fsdp=int(os.environ.get('KILLS_FSDP', 8)))
-    else: learn.to_tpu_distributed(n_cores=2)
+    else: learn.to_tpu_distributed(n_cores=2, processes=form=='pool')
     return outcome(fits(learn, schedule, form!='pool', fit_done))
 
 def start(folder, *args, **kwargs):

@@ -1,10 +1,9 @@
 """Train small Learners in plain fastai on the CPU and through `learn.to_tpu()`, with the same seed and data, and print how far apart they end as a markdown table.
-With --cores, the same for `learn.to_tpu_distributed()` on virtual cores that share each batch, and a table of what each metric is on one process and on all cores.
+With --cores, the same for `learn.to_tpu_distributed()` on ranks, each a process with a virtual core, that share each batch, and a table of what each metric is on one process and on all cores.
 
     python benchmarks/parity.py                    # every model with every optimizer, on one core
     python benchmarks/parity.py cnn vit            # some models
-    python benchmarks/parity.py --cores 4          # on 4 cores, with the table of metrics
-    python benchmarks/parity.py --cores 4 --processes    # a process for each, as on a v5e-8
+    python benchmarks/parity.py --cores 4          # on 4 ranks, with the table of metrics
 """
 import sys, warnings
 from argparse import ArgumentParser
@@ -12,8 +11,8 @@ from pathlib import Path
 warnings.filterwarnings('ignore')
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]/'tests'))
 from fastai_xla.all import *
+from fastai_xla.data.rng import rng_state, set_rng_state
 from fastai_xla.launch import get_pool
-from fastai_xla.virtual_cores import run_replicas, use_virtual_cores
 from metric_cases import CASES, USER_CASES, metric_learner, metric_values
 from parity_models import LRS, MODELS, OPTS, TOL, TOLS, distance, outcome
 
@@ -27,14 +26,14 @@ def head(*cells): print(line(cells), line(['---']*len(cells)), sep='\n')
 
 # ---- training
 
-def on_main(f, *args):
-    "What `f(rank, *args)` returns on the main rank"
-    return get_pool().run(with_draws, rng_state(), f, *args)[0] if n_processes()>1 else run_replicas(f, *args)[0]
+def on_main(n, f, *args):
+    "What `f(*args)` returns on the main rank of `n`"
+    return get_pool(n).run(with_draws, rng_state(), f, *args)[0]
 
 def with_draws(rank, state, f, *args):
-    "`f(rank, *args)` in another process, from the random state of this one"
+    "`f(*args)` on a rank, from the random state of this process"
     set_rng_state(state)
-    return f(rank, *args)
+    return f(*args)
 
 def on_one_core(f, of, lr): return outcome(f(of).to_tpu(), lr)
 
@@ -44,8 +43,8 @@ def on_cores(n):
         for dl in learn.dls.loaders: dl.bs //= n
         return learn
     def run(f, of, lr):
-        learns = [share(f(of)) for _ in range(n)]
-        return on_main(lambda r: outcome(learns[r].to_tpu_distributed(sync_bn=True), lr))
+        learn = share(f(of))
+        return on_main(n, lambda: outcome(learn.to_tpu_distributed(sync_bn=True), lr))
     return run
 
 def parity_table(models, run):
@@ -67,8 +66,8 @@ def metric_row(name, kind, f, n):
     "The metric's value on one process and on the main rank of `n` cores"
     def measure(learn): return metric_values(learn, [name])[name]
     want = measure(metric_learner(kind, [f()]))
-    learns = [metric_learner(kind, [f()]) for _ in range(n)]
-    got = on_main(lambda r: measure(learns[r].to_tpu_distributed()))
+    learn = metric_learner(kind, [f()])
+    got = on_main(n, lambda: measure(learn.to_tpu_distributed()))
     print(line([name, kind, f'{want:.6f}', f'{got:.6f}', f'{abs(got-want):.0e}']), flush=True)
 
 def metric_table(n):
@@ -76,15 +75,13 @@ def metric_table(n):
     for name,(kind,f) in {**CASES, **USER_CASES}.items(): metric_row(name, kind, f, n)
     print(f"\nEach metric of fastai, and metrics as users write them, over 53 samples in batches of 4: in plain fastai, and shared by {n} cores ({device_kind()}).")
 
-def main(models, cores, processes):
+def main(models, cores):
     if cores is None:
         xla_device()
         parity_table(models or MODELS, on_one_core)
         return footer(f'CPU and XLA ({device_kind()})')
-    use_virtual_cores(cores, processes=processes)
-    if not processes: xla_device()
     parity_table(models or one_order, on_cores(cores))
-    footer(f"one process (CPU) and {cores} cores ({device_kind()}{', a process each' if processes else ''}) with batches 1/{cores} of its size and `sync_bn=True`,")
+    footer(f"one process (CPU) and {cores} cores ({device_kind()}, a process each) with batches 1/{cores} of its size and `sync_bn=True`,")
     print()
     metric_table(cores)
 
@@ -92,5 +89,4 @@ if __name__ == '__main__':
     p = ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument('models', nargs='*', choices=[[], *MODELS], metavar='model', help=', '.join(MODELS))
     p.add_argument('--cores', type=int, help='Share each batch between this number of virtual cores')
-    p.add_argument('--processes', action='store_true', help='A process for each of these cores, and not a thread')
     main(**vars(p.parse_args()))

@@ -1,4 +1,4 @@
-"""What the TPU's compiler says of resizing images, result and gradient: by the matrix products of `patches.resize`, and by torch's decompositions, which take pixels by their places. Nothing runs on a TPU.
+"""What the TPU's compiler says of resizing images, result and gradient: by the matrix products of `patches.ops`, and by torch's decompositions, which take pixels by their places. Nothing runs on a TPU.
 
     python benchmarks/resize.py
     python benchmarks/resize.py --shape '16 256 32 32' --size '64 64' --modes 'bilinear nearest bicubic'
@@ -30,10 +30,10 @@ def main(
     import fastai_xla.all
     from torch._decomp import decomposition_table
     from torch.nn import functional as F
-    from fastai_xla.monitor.hlo import hlo_message
-    from fastai_xla.monitor.libtpu import TPUCompiler
-    from fastai_xla.monitor.report import ProgramReport
-    from fastai_xla.monitor.slices import tpu_slice
+    from fastai_xla.aot.hlo import hlo_message
+    from fastai_xla.aot.libtpu import TPUCompiler
+    from fastai_xla.aot.report import ProgramReport
+    from fastai_xla.aot.plan import tpu_slice
     from fastai_xla.runtime.device import make_programs_for
     make_programs_for('TPU')
     s,shape,size = tpu_slice(chip),[int(o) for o in shape.split()],[int(o) for o in size.split()]

@@ -1,15 +1,15 @@
 """What a call costs: the time of the first and the second `fit` on a pool, and the memory of the notebook and the replicas.
 
-    python benchmarks/second_fit.py                # 8 virtual cores, threads of one process; 1 GB of images in memory
-    python benchmarks/second_fit.py --processes    # a process for each, as on a v5e-8
+    python benchmarks/second_fit.py    # 8 virtual cores, a process for each; 1 GB of images in memory
 
-Memory is the proportional set size (PSS, Linux): what several processes share counts once. RSS counts it in each. `--processes`
-shows both of each process at the end, when each has read the whole dataset, and after that.
+Memory is the proportional set size (PSS, Linux): what several processes share counts once. RSS counts it in each.
+Both are shown of each process at the end, when each has read the whole dataset, and after that.
 """
 import time
 import psutil, torch
 from fastai.basics import *
 from fastai_xla.all import *
+from fastai_xla.runtime.ranks import barrier, gather_objects
 from fastai_xla.launch import get_pool
 from fastai_xla.runtime import xla_counts
 from fastcore.script import call_parse
@@ -59,25 +59,22 @@ def main(
     cores:int=8, # Virtual cores
     gb:float=1., # Size of the dataset in GB
     steps:int=4, # Steps of a fit
-    processes:bool=False, # A process for each core?
 ):
     "Print the table as markdown"
-    if processes: use_virtual_cores(cores, processes=True)
     n = int(gb*2**30/(3*64*64))
     data = Images(n)
     sample = random.sample(range(n), steps*cores*4)
     dl = DataLoader(data, bs=4, num_workers=0, n=n, get_idxs=lambda: sample)
     learn = Learner(DataLoaders(dl, DataLoader(data, bs=4, num_workers=0, n=n, get_idxs=lambda: sample[:8])),
                     nn.Sequential(nn.Conv2d(3,8,3,2), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8,10)), CrossEntropyLossFlat())
-    print(f'{cores} virtual cores{", each of a process" if processes else ""}, a dataset of {data.x.nbytes/2**30:.2f} GB in memory\n')
+    print(f'{cores} virtual cores, each of a process, a dataset of {data.x.nbytes/2**30:.2f} GB in memory\n')
     print('| | seconds to the first batch | seconds in all | compiles so far | notebook, GB | replicas, GB |\n|---|---|---|---|---|---|')
     here,there = memory()
     print(f'| before | | | | {here:.2f} | {there:.2f} |')
-    learn.to_tpu_distributed(n_cores=cores)
+    learn.to_tpu_distributed(cores, processes=True)
     for name in ('first fit','second fit','third fit'):
         with learn.no_bar(), learn.no_logging(): first,total,compiles = fit(learn, cores)
         here,there = memory()
         print(f'| {name} | {first:.2f} | {total:.2f} | {compiles:.0f} | {here:.2f} | {there:.2f} |')
-    if processes:
-        with learn.no_bar(), learn.no_logging(): print(f'\n{each(learn)}')
+    with learn.no_bar(), learn.no_logging(): print(f'\n{each(learn)}')
     learn.detach_tpu_distributed()

@@ -80,7 +80,7 @@ def go_on(path, now):
     except Exception as e: return 'error',re.sub(r'\S*/(?=fit\d)', '', f'{e}'.split('\n')[-1])
     assert learn.tells.note==now.get('note', 'a') and learn.tells.n>=8, (learn.tells.note, learn.tells.n)
     assert learn.epoch+1==now.get('epochs', 3)
-    said = [o for o in out.getvalue().splitlines() if o.startswith('As configured')]
+    said = [o for o in out.getvalue().splitlines() if o.startswith('Resuming with changed')]
     lrs = f"lr {max(learn.recorder.lrs[13:]):.3g} at most from there" if 'lr' in now or 'fit' in now else ''
     return 'went on'+(', said' if said else ''),'; '.join([*(o.partition(': ')[2] for o in said), lrs]).strip('; ')
 

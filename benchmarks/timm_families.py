@@ -6,6 +6,7 @@ One small, randomly initialized model of each family trains for five steps with 
 """
 import sys, timm, torch
 from fastai_xla.all import *
+from fastai_xla.runtime.device import torch_xla
 
 FAMILIES = dict(vit='test_vit', deit3='deit3_small_patch16_224', eva02='eva02_tiny_patch14_224', swin='swin_tiny_patch4_window7_224', mixer='mixer_s32_224', resnet='test_resnet', resnetv2='resnetv2_50',
                 nfnet='test_nfnet', efficientnet='test_efficientnet', mobilenetv3='mobilenetv3_small_050', convnext='test_convnext', regnet='regnetx_002', levit='levit_128s', mobilevit='mobilevit_xxs', hrnet='hrnet_w18_small')

@@ -9,15 +9,17 @@ of it has been run. A size for eight virtual cores (`--pretend_hosts 2` treats t
 
     python examples/vit_fsdp.py --fake_data --fake_samples 256 --ckpt_dir ckpts --image_size 28 --embed_dim 64 --num_heads 4 --num_blocks 4 --num_classes 8 --batch_size 32 --num_epochs 3 --warmup_steps 8
 
-Flags are those of https://github.com/ronghanghu/vit_10b_fsdp_example, and the defaults are the same model and hyperparameters. By default one process runs all cores and XLA's partitioner decides when parameters are
-gathered. `--flatten_parameters`, `--reshard_after_forward` and `--no_reshard_after_forward` are options of torch_xla's `XlaFullyShardedDataParallel`, which each of them puts around the blocks instead, with a process for
-each core, as the original does. `--shard_on_cpu` is always so: each parameter is made on the host and sent to its cores in pieces. A training that was killed goes on at its newest checkpoint when the same command is run
+Flags are those of https://github.com/ronghanghu/vit_10b_fsdp_example, and the defaults are the same model and hyperparameters. One process runs all cores and XLA's partitioner decides when parameters are gathered and
+freed, so `--flatten_parameters`, `--reshard_after_forward` and `--no_reshard_after_forward`, by which the original tells torch_xla's wrapper that, are taken and change nothing. `--shard_on_cpu` is always so: each parameter is made on the host and sent to its cores in pieces. A training that was killed goes on at its newest checkpoint when the same command is run
 again; `--resume_epoch 20` goes back to the one after epoch 20, and puts those after it into another folder.
 """
 import argparse, math, time
 from contextlib import nullcontext
 from fastai.vision.all import *
 from fastai_xla.all import *
+from fastai_xla.runtime.device import torch_xla
+from fastai_xla.runtime.ranks import barrier
+from fastai_xla.sharding.hosts import pretend_hosts
 
 class FakeImages:
     "Noise whose brightness tells the class; the same at each reading"
@@ -73,6 +75,11 @@ class LogSteps(Callback):
         self.restart()
         say(f"epoch {self.epoch+1} step {self.iter+1}, lr: {self.opt.hypers[-1]['lr']:.6f}, loss: {loss:.4f}{speed}")
 
+class CutAfterForward(Callback):
+    "Two programs for a step, one for the forward pass, one for the rest: for models so large that one does not compile"
+    def after_loss(self):
+        if self.training: torch_xla.sync()
+
 class ValidateEvery(Callback):
     "Validate each `every` epochs, and after the last"
     order = -60 # before the model is prepared
@@ -85,33 +92,20 @@ class LogEpochs(Callback):
     order = 60
     def after_epoch(self): say(f"epoch {self.epoch+1}: " + ', '.join(f'{k} {v:.6f}' for k,v in zip(self.recorder.metric_names[1:-1], self.recorder.log[1:-1]) if v is not None))
 
-def wrapper_options(a):
-    "Options for torch_xla's wrapper, None where XLA's partitioner does the work"
-    given = {k: getattr(a, k) for k in ('flatten_parameters','reshard_after_forward') if getattr(a, k) is not None}
-    return dict(given, grad_ckpt=a.grad_ckpt) if given else None
-
-def n_processes_of(a):
-    "Number of processes that share a batch"
-    return get_pool(a.fsdp).n_cores if wrapper_options(a) else 1
-
 def get_learner(a):
     set_seed(a.seed)
-    fsdp,n = wrapper_options(a),n_processes_of(a)
-    if a.batch_size%n: raise SystemExit(f'--batch_size {a.batch_size} does not divide by {n} processes')
-    dls = get_dls(a, a.batch_size//n)
-    if len(dls.train)<n: raise SystemExit(f'--batch_size {a.batch_size} is larger than the training set of {len(dls.train_ds)} samples: there is no step to take')
+    dls = get_dls(a, a.batch_size)
+    if not len(dls.train): raise SystemExit(f'--batch_size {a.batch_size} is larger than the training set of {len(dls.train_ds)} samples: there is no step to take')
     opt = partial(Adam, mom=.9, sqr_mom=.999, eps=1e-8, decouple_wd=True)
-    cbs = [LogSteps(a.log_step_interval, a.max_steps), ValidateEvery(a.test_epoch_interval), LogEpochs(), *([GradientClip(a.clip_grad_norm)] if a.clip_grad_norm>0 else [])]
+    cbs = [LogSteps(a.log_step_interval, a.max_steps), ValidateEvery(a.test_epoch_interval), LogEpochs(), *([CutAfterForward()] if a.mark_step_after_forward else []), *([GradientClip(a.clip_grad_norm)] if a.clip_grad_norm>0 else [])]
     learn = Learner(dls, get_model(a), CrossEntropyLossFlat(), opt_func=opt, metrics=accuracy, wd=a.weight_decay, wd_bn_bias=True, cbs=cbs, path=a.ckpt_dir)
     if a.bf16: learn.to_bf16()
-    if fsdp: return learn.to_tpu_distributed(a.fsdp, fsdp=fsdp)
     if a.grad_ckpt and a.num_blocks==1: print('One block has no neighbour like it: trained without gradient checkpointing', flush=True)
     with pretend_hosts(a.pretend_hosts) if a.pretend_hosts else nullcontext():
-        return learn.to_tpu_sharded(fsdp=1 if a.run_without_fsdp else a.fsdp, grad_ckpt=a.grad_ckpt and a.num_blocks>1, scan=a.scan, mark_step=a.mark_step)
+        return learn.to_tpu_sharded(fsdp=1 if a.run_without_fsdp else a.fsdp, grad_ckpt=a.grad_ckpt and a.num_blocks>1, scan=a.scan)
 
 def describe(learn, a, steps):
     n = sum(p.numel() for p in learn.model.parameters())
-    if wrapper_options(a): return print(f'{n:,} parameters in shards on {n_processes_of(a)} cores, by XlaFullyShardedDataParallel({wrapper_options(a)}); {steps} steps an epoch', flush=True)
     mesh = learn.tpu_sharded_trainer.mesh
     of = f' of {mesh.n_hosts} hosts' if mesh.n_hosts>1 else ''
     say(f'{n:,} parameters, {learn.sharding.device_nbytes//4:,} on each of {mesh.n} cores ({mesh}){of}; {steps} steps an epoch')
@@ -143,22 +137,18 @@ def parser():
     for k,v in dict(batch_size=1024, num_epochs=300, lr=1e-3, weight_decay=.1, clip_grad_norm=1., warmup_steps=10000, seed=42).items(): add(k, v)
     add('max_steps', 0, 'stop after so many; 0: no limit')
     flag('grad_ckpt', 'on by default'); flag('no_grad_ckpt', dest='grad_ckpt', action='store_false'); p.set_defaults(grad_ckpt=True)
-    flag('flatten_parameters', "by torch_xla's wrapper: a block's parameters as one", default=None)
-    flag('reshard_after_forward', "by torch_xla's wrapper: drop a block's gathered parameters after its forward pass (its default)", default=None)
-    flag('no_reshard_after_forward', "by torch_xla's wrapper: keep them for the backward pass", dest='reshard_after_forward', action='store_false', default=None)
+    for o in ('flatten_parameters','reshard_after_forward','no_reshard_after_forward'): flag(o, 'changes nothing: XLA decides when parameters are gathered and freed')
     flag('shard_on_cpu', 'always so')
-    flag('scan', 'one loop for all blocks'); flag('mark_step', 'a program for each block'); flag('bf16'); flag('run_without_fsdp', 'each core has all parameters'); add('fsdp', None, 'cores over which the parameters are spread; default: all')
+    flag('scan', 'one loop for all blocks'); flag('mark_step_after_forward', 'a program for the forward pass, and one for the rest of the step'); flag('bf16'); flag('run_without_fsdp', 'each core has all parameters'); add('fsdp', None, 'cores over which the parameters are spread; default: all')
     add('pretend_hosts', None, 'treat the cores of this machine as those of so many hosts, to try that')
     return p
 
 def main(args=None):
     p = parser()
     a = p.parse_args(args)
-    if wrapper_options(a) and (a.scan or a.mark_step or a.run_without_fsdp):
-        p.error("--flatten_parameters and --reshard_after_forward are options of torch_xla's wrapper, which has neither --scan nor --mark_step, and is FSDP")
-    if a.num_blocks==1 and (a.scan or a.mark_step): p.error('--scan and --mark_step need --num_blocks 2 or more')
+    if a.num_blocks==1 and a.scan: p.error('--scan needs --num_blocks 2 or more')
     learn = get_learner(a)
-    steps = len(learn.dls.train)//n_processes_of(a)
+    steps = len(learn.dls.train)
     describe(learn, a, steps)
     folder = Path(a.ckpt_dir)/'checkpoints'
     if a.resume_epoch:

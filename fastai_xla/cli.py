@@ -1,4 +1,4 @@
-"""The `fastai-xla` command: `doctor`, `launch`, `demo`, `bench` and `plan`
+"""The `fastai-xla` command: `doctor`, `launch`, `demo`, `bench`, `plan` and `compile`
 
 Docs: https://fastai-xla.github.io/fastai_xla/cli.html.md"""
 
@@ -13,29 +13,22 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 import fastai_xla
 
-# %% ../nbs/990_cli.ipynb #example
-def _example(
-    name:str # File name, such as 'digits.py'
-):
-    "Path of one of the examples"
-    pkg = Path(fastai_xla.__file__).parent
-    places = pkg/'examples'/name, pkg.parent/'examples'/name
-    for o in places:
-        if o.exists(): return o
-    raise FileNotFoundError(f"The example {name} is neither at {places[0]} nor at {places[1]}: install fastai_xla again, or run from a full checkout")
+# %% ../nbs/990_cli.ipynb #options
+_commands = {}
 
-# %% ../nbs/990_cli.ipynb #parser
-def _parser(command, does, example):
-    "The options of a command, to be added to"
-    return argparse.ArgumentParser(f'fastai-xla {command}', description=does, epilog=f'example:\n  {example}',
-        formatter_class=argparse.RawDescriptionHelpFormatter)
+def _command(does, example, **options):
+    "Decorator: a command of this name, with the arguments of `add_argument` for each of its options"
+    def register(f):
+        _commands[f.__name__.strip('_')] = f,does,example,options
+        return f
+    return register
 
 def _count(text):
     "The whole number from 1 on that `text` is"
     if text.isdecimal() and int(text): return int(text)
     raise argparse.ArgumentTypeError(f'it must be a whole number, at least 1. Got {text!r}')
 
-def _part(text):
+def _share(text):
     "The number above 0, and at most 1, that `text` is"
     try: n = float(text)
     except ValueError: n = 0
@@ -48,22 +41,31 @@ def _need_xla():
     try: require_xla()
     except XLANotInstalled as e: sys.exit(f'{type(e).__name__}: {e}')
 
-# %% ../nbs/990_cli.ipynb #commands
-def _doctor(args):
-    "Print the checkup; 1 when it found a fault"
-    _parser('doctor', 'Versions, device and environment, and what to do where something is wrong', 'fastai-xla doctor && python train.py').parse_args(args)
+def _flag(help): return dict(action='store_true', help=help)
+
+# %% ../nbs/990_cli.ipynb #demo
+@_command('look at versions, device and environment, and say what to do where something is wrong', 'fastai-xla doctor && python train.py')
+def _doctor(a):
     from fastai_xla.runtime.doctor import doctor
     d = doctor()
     print(d)
     return int(not d.ok)
 
-def _demo(args):
-    "Run examples/digits.py: on one core, then on all; with `--cores` on so many"
-    p = _parser('demo', 'Train on real handwritten digits: on one core, and then on all', 'fastai-xla demo --epochs 2 --cores 8 --out digits')
-    p.add_argument('--cores', type=_count, help='how many (default: one, and then all of a TPU or 8 virtual ones of a CPU)')
-    p.add_argument('--epochs', type=_count, default=6, help='epochs to train (default: 6)')
-    p.add_argument('--out', type=Path, default='out', help='folder for images, plots and the model (default: out)')
-    a = p.parse_args(args)
+def _example(
+    name:str # File name, such as 'digits.py'
+):
+    "Path of one of the examples"
+    pkg = Path(fastai_xla.__file__).parent
+    places = pkg/'examples'/name, pkg.parent/'examples'/name
+    for o in places:
+        if o.exists(): return o
+    raise FileNotFoundError(f"The example {name} is neither at {places[0]} nor at {places[1]}: install fastai_xla again, or run from a full checkout")
+
+@_command('train on real handwritten digits: on one core, and then on all', 'fastai-xla demo --epochs 2 --cores 8 --out digits',
+    cores=dict(type=_count, help='how many (default: one, and then all of a TPU or 8 virtual ones of a CPU)'),
+    epochs=dict(type=_count, default=6, help='epochs to train (default: 6)'),
+    out=dict(type=Path, default='out', help='folder for images, plots and the model (default: out)'))
+def _demo(a):
     _need_xla()
     from fastai_xla.runtime.device import device_kind, n_cores
     most = n_cores() if device_kind()=='TPU' else 8
@@ -85,46 +87,42 @@ def _run_script(
     sys.argv = [path, *args]
     exec(compile(Path(path).read_text(), path, 'exec'), {'__name__': '__main__', '__file__': path})
 
-def _launch(args):
-    "Run a script on every core"
-    p = _parser('launch', 'Run a script on every core, one replica each', 'fastai-xla launch --cores 8 train.py --lr 1e-3')
-    p.add_argument('--cores', type=_count, help='how many (default: all of a TPU, 8 virtual ones of a CPU)')
-    p.add_argument('script', help='a Python file')
-    p.add_argument('args', nargs=argparse.REMAINDER, help='for the script').required = False # a script may have none, says the error without one
-    a = p.parse_args(args)
-    if not Path(a.script).is_file(): p.error(f'There is no file {a.script}')
+@_command('run a script on every core, one replica each', 'fastai-xla launch --cores 8 train.py --lr 1e-3',
+    cores=dict(type=_count, help='how many (default: all of a TPU, 8 virtual ones of a CPU)'),
+    script=dict(help='a Python file'), args=dict(nargs=argparse.REMAINDER, help='for the script'))
+def _launch(a):
+    if not Path(a.script).is_file(): a.error(f'There is no file {a.script}')
     _need_xla()
     from fastai_xla.launch import LaunchError, tpu_launch
-    from fastai_xla.virtual_cores import TorchrunPlace, use_virtual_cores
+    from fastai_xla.virtual_cores import use_virtual_cores
+    from fastai_xla.virtual_cores.processes import TorchrunPlace
     at = TorchrunPlace.here()
-    try: use_virtual_cores(a.cores, processes=True) if at else tpu_launch(_run_script, a.script, a.args, n_cores=a.cores)
+    try: use_virtual_cores(a.cores) if at else tpu_launch(_run_script, a.script, a.args, n_cores=a.cores)
     except (LaunchError,ValueError) as e: sys.exit(f"{'LaunchError' if isinstance(e, LaunchError) else 'ValueError'}: {e}")
     if at: _run_script(at.rank, a.script, a.args)
 
 # %% ../nbs/990_cli.ipynb #bench
-def _made_learner(spec, parser):
-    "The Learner that the function `spec` makes"
+_learner = dict(help='file.py:function or module:function; the function returns a Learner')
+
+def _made_learner(a):
+    "The Learner that the function `a.learner` makes"
     from fastai_xla.runtime.args import function_of
-    try: make = function_of(spec)
-    except (ValueError, OSError, ImportError, AttributeError) as e: parser.error(str(e))
+    try: make = function_of(a.learner)
+    except (ValueError, OSError, ImportError, AttributeError) as e: a.error(str(e))
     import fastai_xla.all # gives Learners our methods
     learn = make()
-    if not hasattr(learn, 'fit'): parser.error(f'{spec} returned {type(learn).__name__}: it must return a Learner')
+    if not hasattr(learn, 'fit'): a.error(f'{a.learner} returned {type(learn).__name__}: it must return a Learner')
     return learn
 
-def _bench(args):
-    "Print what a step of a Learner costs"
-    p = _parser('bench', 'Train a Learner of yours for some batches and print what a step costs', 'fastai-xla bench train.py:get_learner --batches 50')
-    p.add_argument('learner', help='file.py:function or module:function; the function returns a Learner')
-    p.add_argument('--batches', type=_count, default=30, help='batches to train (default: 30)')
-    p.add_argument('--strict', action='store_true', help='stop at what slows a steady step down, with the line that does')
-    p.add_argument('--json', type=Path, help='a file for the cost of each step')
-    a = p.parse_args(args)
+@_command('train a Learner of yours for some batches and print what a step costs', 'fastai-xla bench train.py:get_learner --batches 50',
+    learner=_learner, batches=dict(type=_count, default=30, help='batches to train (default: 30)'),
+    strict=_flag('stop at what slows a steady step down, with the line that does'), json=dict(type=Path, help='a file for the cost of each step'))
+def _bench(a):
     _need_xla()
-    if a.json and not a.json.resolve().parent.is_dir(): p.error(f'There is no folder {a.json.parent} for {a.json.name}')
-    learn = _made_learner(a.learner, p)
+    if a.json and not a.json.resolve().parent.is_dir(): a.error(f'There is no folder {a.json.parent} for {a.json.name}')
+    learn = _made_learner(a)
     from fastai_xla.patches.learner import xla_callbacks
-    from fastai_xla.monitor import XLAStats, train_batches
+    from fastai_xla.monitor.stats import train_batches, XLAStats
     stats = XLAStats()
     if all(cb.tfm_placement is None for cb in xla_callbacks(learn)): learn.to_tpu(strict=a.strict)
     train_batches(learn, a.batches, stats)
@@ -154,81 +152,73 @@ def _mesh(spec):
     try: return make_mesh(**{k: int(v) for k,v in axes})
     except ValueError as e: raise ValueError(f"{must}: {e}") from e
 
-def _plan(args):
-    "Print what a training takes"
-    p = _parser('plan', 'Memory of each core and time of a step, without a TPU', 'fastai-xla plan --model vit_10b --mesh fsdp=64 --batch 1024 --bf16')
-    p.add_argument('--model', required=True, help='vit_10b, vit_3b, vit_1b, vit_100m, vit_10m or a name of timm')
-    p.add_argument('--mesh', default='fsdp=8', help='sizes of its axes, as in replica=2,fsdp=8; any: the smallest slice of each kind of TPU (default: fsdp=8)')
-    p.add_argument('--batch', type=_count, required=True, help='samples of a step, on all cores together')
-    p.add_argument('--img_size', type=_count, help="pixels, each way (default: the model's)")
-    p.add_argument('--num_classes', type=_count, default=1000, help='(default: 1000)')
-    p.add_argument('--opt', default='adam', choices=('adam','sgd','none'), help="for the optimizer's state")
-    for o in ('grad_ckpt','scan'): p.add_argument(f'--{o}', action='store_true', help='as of `to_tpu_sharded`')
-    for o,by in dict(bf16='as by `to_bf16`', ema='with averages by `EMACallback`').items(): p.add_argument(f'--{o}', action='store_true', help=by)
-    p.add_argument('--mfu', type=_part, default=.4, help='part of the peak speed (default: 0.4)')
-    a = p.parse_args(args)
-    from fastai_xla.monitor.plan import plan_training, smallest_slices
+@_command('memory of each core and time of a step, without a TPU', 'fastai-xla plan --model vit_10b --mesh fsdp=64 --batch 1024 --bf16',
+    model=dict(required=True, help='vit_10b, vit_3b, vit_1b, vit_100m, vit_10m or a name of timm'),
+    mesh=dict(default='fsdp=8', help='sizes of its axes, as in replica=2,fsdp=8; any: the smallest slice of each kind of TPU (default: fsdp=8)'),
+    batch=dict(type=_count, required=True, help='samples of a step, on all cores together'),
+    img_size=dict(type=_count, help="pixels, each way (default: the model's)"), num_classes=dict(type=_count, default=1000, help='(default: 1000)'),
+    opt=dict(default='adam', choices=('adam','sgd','none'), help="for the optimizer's state"),
+    grad_ckpt=_flag('as of `to_tpu_sharded`'), scan=_flag('as of `to_tpu_sharded`'), bf16=_flag('as by `to_bf16`'), ema=_flag('with averages by `EMACallback`'),
+    mfu=dict(type=_share, default=.4, help='model FLOPs utilization: share of the peak speed (default: 0.4)'))
+def _plan(a):
+    from fastai_xla.aot.plan import plan_training, smallest_slices
     try:
         (model,shape),how = _model(a.model, a.img_size, a.num_classes),{k: vars(a)[k] for k in ('opt','grad_ckpt','scan','bf16','mfu','ema')}
         print(smallest_slices(model, a.batch, shape, **how) if a.mesh=='any' else plan_training(model, _mesh(a.mesh), a.batch, shape, **how))
-    except ValueError as e: p.error(str(e))
+    except ValueError as e: a.error(str(e))
     return 0
 
 # %% ../nbs/990_cli.ipynb #compile
-def _compile(args):
-    "Compile a Learner's steps for a TPU"
-    about = "A Learner's steps through the TPU's own compiler: errors, memory and estimated time, without a TPU"
-    p = _parser('compile', about, 'fastai-xla compile train.py:get_learner --for v5e-8 --form sharded --fsdp 8')
-    p.add_argument('learner', help='file.py:function or module:function; the function returns a Learner')
-    p.add_argument('--for', dest='slice', required=True, help='a TPU slice, such as v5e-8, kaggle or colab')
-    p.add_argument('--form', choices=('tpu','distributed','sharded'), help='(default: as the Learner trains, or what suits the slice)')
-    p.add_argument('--fsdp', type=_count, help='as of `to_tpu_sharded`, with --form sharded')
-    p.add_argument('--fast', action='store_true', help='compile in a fifth of the time, for memory and errors')
-    p.add_argument('--limit', type=_count, default=1800, help='seconds after which it is given up (default: 1800)')
-    a = p.parse_args(args)
+@_command("a Learner's steps through the TPU's own compiler: errors, memory and estimated time, without a TPU",
+    'fastai-xla compile train.py:get_learner --for v5e-8 --strategy sharded --fsdp 8', learner=_learner,
+    **{'for': dict(dest='slice', required=True, help='a TPU slice, such as v5e-8, kaggle or colab')},
+    strategy=dict(choices=('tpu','distributed','ranks','sharded'), help='(default: as the Learner trains, or what suits the slice)'),
+    fsdp=dict(type=_count, help='as of `to_tpu_sharded`, with --strategy sharded'),
+    fast=_flag('compile in a fifth of the time, for memory and errors'),
+    limit=dict(type=_count, default=1800, help='seconds after which it is given up (default: 1800)'))
+def _compile(a):
     _need_xla()
-    learn = _made_learner(a.learner, p)
-    from fastai_xla.monitor import CompileError
-    try: report = learn.compile_for(a.slice, a.form, a.fast, a.limit, **({} if a.fsdp is None else dict(fsdp=a.fsdp)))
-    except ValueError as e: p.error(str(e))
+    learn = _made_learner(a)
+    from fastai_xla.aot import CompileError
+    try: report = learn.compile_for(a.slice, a.strategy, a.fast, a.limit, **({} if a.fsdp is None else dict(fsdp=a.fsdp)))
+    except ValueError as e: a.error(str(e))
     except (CompileError, OSError, ImportError) as e: sys.exit(f'{type(e).__name__}: {e}')
     print(report)
     return int(not report.fits)
 
 # %% ../nbs/990_cli.ipynb #main
-_commands = dict(
-    doctor=(_doctor, 'look at versions, device and environment'),
-    launch=(_launch, 'run a script on every core, as in launch train.py --lr 1e-3'),
-    demo=(_demo, 'train on real handwritten digits'),
-    bench=(_bench, 'what a step of a Learner of yours costs'),
-    plan=(_plan, 'memory and time of a training, without a TPU'),
-    compile=(_compile, "a Learner's steps through the TPU's own compiler, without a TPU"))
+_epilog = '''a command's own options: fastai-xla COMMAND --help
 
-def _help():
-    lines = [f'  {k:<8} {what}; {k} --help lists its options' for k,(_,what) in _commands.items()]
-    return '\n'.join(['commands:', *lines, '', 'exit status:', '  0  all is well', '  1  a fault was found, or what was run has failed',
-        '  2  the command or its options are wrong', '', 'three things to do next:', '  fastai-xla doctor                  is this machine all right?',
-        '  fastai-xla demo                    train for a few minutes, on one core and then on all',
-        '  fastai-xla launch train.py         train on every core'])
+exit status:
+  0  all is well
+  1  a fault was found, or what was run has failed
+  2  the command or its options are wrong
 
-def _version(name):
-    try: return version(name)
-    except PackageNotFoundError: return 'missing'
+three things to do next:
+  fastai-xla doctor            is this machine all right?
+  fastai-xla demo              train for a few minutes, on one core and then on all
+  fastai-xla launch train.py   train on every core'''
 
 def _versions():
-    them = [f'{o} {_version(o)}' for o in ('torch','torch_xla','fastai')]
-    return ', '.join([f'fastai-xla {fastai_xla.__version__}', *them, f'Python {sys.version.split()[0]}'])
+    def installed(name):
+        try: return version(name)
+        except PackageNotFoundError: return 'missing'
+    packages = [f'{o} {installed(o)}' for o in ('torch','torch_xla','fastai')]
+    return ', '.join([f'fastai-xla {fastai_xla.__version__}', *packages, f'Python {sys.version.split()[0]}'])
 
 def main(
     args:list=None # Command and its arguments; those of the process by default
 ):
     "The `fastai-xla` command"
-    p = argparse.ArgumentParser('fastai-xla', description='Train an unchanged fastai Learner on TPUs, through PyTorch/XLA',
-        formatter_class=argparse.RawDescriptionHelpFormatter, epilog=_help())
+    kw = dict(formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser('fastai-xla', description='Train an unchanged fastai Learner on TPUs, through PyTorch/XLA', epilog=_epilog, **kw)
     p.add_argument('--version', action='version', version=_versions())
-    p.add_argument('command', nargs='?', choices=_commands, metavar='command', help='one of those below')
-    p.add_argument('args', nargs=argparse.REMAINDER, help='options of the command')
+    commands = p.add_subparsers(title='commands', metavar='COMMAND')
+    for name,(f,does,example,options) in _commands.items():
+        c = commands.add_parser(name, help=does, description=does, epilog=f'example:\n  {example}', **kw)
+        for k,o in options.items(): c.add_argument(k if o is _learner or k in ('script','args') else f'--{k}', **o)
+        c.set_defaults(run=f, error=c.error)
     a = p.parse_args(args)
-    if a.command: return _commands[a.command][0](a.args)
+    if hasattr(a, 'run'): return a.run(a)
     p.print_help()
     return 0

@@ -88,12 +88,10 @@ class CutAfterPred(Callback):
 @seeded
 def cut(): return Learner(image_dls(16), nn.Sequential(ConvLayer(3, 8, stride=2), nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(8, 4)), opt_func=OPTS['SGD'], cbs=CutAfterPred())
 
-def shallow_vit(): return wide_vit(OPTS['SGD'], 3)
-
 FAMILIES = dict(
-    images_bf16=(images_bf16, 'v5e-1', None, {}), images_sgd_replicas=(images_sgd, 'v5e-4', None, {}), vit_v6e=(vit, 'v6e-1', None, {}),
+    images_bf16=(images_bf16, 'v5e-1', None, {}), images_sgd_replicas=(images_sgd, 'v5e-4', 'ranks', {}), images_all_cores=(images_sgd, 'v5e-4', None, {}), vit_v6e=(vit, 'v6e-1', None, {}),
     vit_scan_fsdp8=(wide_vit, 'v5e-8', 'sharded', dict(fsdp=8, scan=True)), vit_2x4=(wide_vit, 'v5e-8', 'sharded', dict(replica=2, fsdp=4, grad_ckpt=True)),
-    vit_mark_step=(shallow_vit, 'v5e-4', 'sharded', dict(fsdp=4, mark_step=True)), cut=(cut, 'v5e-1', None, {}), vit_checkpointed=(vit_checkpointed, 'v5e-1', None, {}),
+    cut=(cut, 'v5e-1', None, {}), vit_checkpointed=(vit_checkpointed, 'v5e-1', None, {}),
     text=(classifier, 'v5e-1', None, {}), language_model=(language_model, 'v5e-1', None, {}), unet=(unet, 'v5e-1', None, {}), unet_bf16=(unet_bf16, 'v5e-1', None, {}),
     convnext=(convnext, 'v5e-1', None, {}), small_images=(small_images, 'v5e-1', None, {}), stem=(stem, 'v5e-1', None, {}), tabular_v4=(tabular, 'v4-8', None, {}),
     collab_dot=(collab_dot, 'v5e-1', None, {}), collab_long=(collab_long, 'v5e-1', None, {}), collab_nn=(collab_nn, 'v5e-1', None, {}), gan=(gan, 'v5e-1', None, {}))

@@ -10,11 +10,12 @@ os.environ['XLA_FLAGS'] = flags(os.environ.get('XLA_FLAGS', ''))
 warm_pools()
 
 import pytest
-from shape import take_shape
 
-take_shape()
+def pytest_configure(config): config.addinivalue_line('markers', 'slow: takes long; left out by `-m "not slow"`')
 
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path, monkeypatch):
     "fastai saves models, logs and exports below the current folder"
     monkeypatch.chdir(tmp_path)
+
+def pytest_configure(config): config.addinivalue_line('markers', 'slow: takes long; the same promise has a quick test too')

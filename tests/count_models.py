@@ -1,7 +1,8 @@
 "Learners and a callback for counting what XLA does in an epoch of training"
 import time
 from parity_models import *
-from fastai_xla.all import xla_counts, xm
+from fastai_xla.all import xla_counts
+from fastai_xla.runtime.device import xm
 
 @seeded
 def resnet18_32(bs=4, n=36, n_valid=10):

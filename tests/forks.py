@@ -1,6 +1,7 @@
-"""Processes that start at once: forks of one that has imported what tests import from others (nothing of ours) and started nothing.
+"""Processes that start at once: forks of one that has imported what tests import from others and started nothing.
 
-`python forks.py SOCKET` serves two kinds: `script`, as `python -c`, `python file` and `python -m` start, and `kernel`, as a notebook's.
+`python forks.py SOCKET` serves three kinds: `script`, as `python -c`, `python file` and `python -m` start, `kernel`, as a notebook's, and `cells`, which
+runs a notebook's cells without a kernel and, the only one, has imported what is ours too.
 Each process is as any other: with an environment, a folder, a session and a `__main__` of its own, it may start the runtime, patch and be killed.
 That is sound while the process that forks has one thread and no device, which it checks. What it does at the end of its standard input: end."""
 import atexit, fcntl, gc, json, linecache, os, runpy, select, shutil, signal, socket, subprocess, sys, tempfile, threading, time
@@ -23,14 +24,17 @@ def heavy(): import matplotlib.pyplot, pandas, scipy.stats, sklearn.model_select
 def light(kind):
     "Import what builds on fastcore and fastprogress, which look at the shell when they are imported"
     import builtins
-    if kind=='kernel':
+    if kind=='script': import pytest
+    else:
         builtins.get_ipython = type('ZMQInteractiveShell', (), {})
         import ipykernel.kernelapp
-    else: import pytest
     import fastai.vision.all, fastai.text.all, fastai.tabular.all, fastai.collab
-    if kind=='kernel':
+    if kind!='script':
         import nbdev.showdoc
         del builtins.get_ipython
+    if kind=='cells':
+        sys.path.insert(0, str(repo))
+        import execnb.shell, fastai_xla.all
 
 def run(args):
     "Do what `python *args` does; returns the exit code"
@@ -150,7 +154,8 @@ def serve(listener):
 def main(path):
     global ours, site_path
     listeners = {}
-    for kind in ('script','kernel'):
+    kinds = 'script','kernel','cells'
+    for kind in kinds:
         listeners[kind] = socket.socket(socket.AF_UNIX)
         listeners[kind].bind(f'{path}.{kind}')
         listeners[kind].listen(128)
@@ -159,8 +164,12 @@ def main(path):
     gc.disable()
     os.environ.setdefault('TORCH_WARM_POOL', '0') # torch 2.8 would start a thread, which a fork does not take along
     heavy()
-    other = os.fork()
-    kind = 'script' if other else 'kernel'
+    others,kind = [],'script'
+    for k in kinds[1:]:
+        others.append(os.fork())
+        if not others[-1]:
+            others,kind = [],k
+            break
     light(kind)
     gc.freeze() # a fork need not look for garbage in what was imported: a fifth of the suite's time
     gc.enable()
@@ -168,8 +177,8 @@ def main(path):
     for k,o in listeners.items():
         if k!=kind: o.close()
     serve(listeners[kind])
-    if other:
-        os.waitpid(other, 0)
+    if kind=='script':
+        for o in others: os.waitpid(o, 0)
         shutil.rmtree(Path(path).parent, ignore_errors=True)
     os._exit(0)
 
@@ -238,7 +247,7 @@ def of_ours(args, env):
     "Which of the programs that our package starts is `python *args`, 'pool', 'agent' or 'rank' of torchrun, if it is to be a fork?"
     if 'FORKS' not in os.environ or (env.get('PJRT_DEVICE'), env.get('OMP_NUM_THREADS'))!=('CPU','1'): return
     code = args[1] if args[0]=='-c' else ''
-    if 'fastai_xla.launch.replica' in code: return env.get('PYTHONPATH')==os.environ.get('PYTHONPATH') and 'pool'
+    if 'fastai_xla.launch.worker' in code: return env.get('PYTHONPATH')==os.environ.get('PYTHONPATH') and 'pool'
     if 'torch.distributed.run' in code: return 'agent'
     if 'TORCHELASTIC_RUN_ID' in {*env}-{*os.environ}: return 'rank'
 
@@ -259,7 +268,7 @@ def of_pools(pid=None):
     "The processes of pools that `pid`, or this process, has started and that live"
     import psutil
     pid,alive = pid or os.getpid(),[o for o in psutil.process_iter(['name','cmdline','status']) if o.info['status']!='zombie']
-    return [o for o in alive if o.info['name']==f'pool of {pid}' or f', {pid}, ' in ' '.join(o.info['cmdline'] or []) and '_serve(' in o.info['cmdline'][-1]]
+    return [o for o in alive if o.info['name']==f'pool of {pid}' or f', {pid}, ' in ' '.join(o.info['cmdline'] or []) and ' serve(' in o.info['cmdline'][-1]]
 
 def warm_pools():
     "Have the processes of pools be forks too; `os.environ.pop('FORKS')` has them start cold"

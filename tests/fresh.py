@@ -1,5 +1,5 @@
 "Run Python in a process of its own, where what it imports and starts cannot disturb other tests."
-import os, socket, subprocess, sys, sysconfig
+import os, re, socket, subprocess, sys, sysconfig
 from pathlib import Path
 from textwrap import dedent
 
@@ -7,6 +7,8 @@ from forks import Forked
 
 repo = Path(__file__).parent.parent
 late = {'XLA_FLAGS','CPU_NUM_DEVICES','CPU_NUM_PROCESSES','PJRT_DEVICE','MASTER_PORT','MPLBACKEND','PYTHONPATH'} # what a fork can still be given
+
+where_line = r"No TPU found: \d+ virtual cores? on this machine's CPU\n" # the first call says so
 
 def free_port():
     "A port that nobody listens at now"
@@ -29,10 +31,10 @@ def run(*args, timeout=900, cwd=None, cold=None, **env):
     return subprocess.CompletedProcess(args, p.returncode, out, err)
 
 def run_ok(code, *args, **kwargs):
-    "Run `code` (and `args` before -c); returns what it printed, and fails with its stderr when it fails"
+    "Run `code` (and `args` before -c); returns what it printed, but for what Learners train on, and fails with its stderr when it fails"
     res = run(*args, '-c', dedent(code), **kwargs)
     assert res.returncode==0, f'exit {res.returncode}\n{res.stdout}\n{res.stderr}'
-    return res.stdout.strip()
+    return re.sub(where_line, '', res.stdout).strip()
 
 def packages_without(dest, *names):
     "Link every installed file and package into `dest` but those whose names start with `names`: use with `python -S` and PYTHONPATH"

@@ -61,7 +61,7 @@ def ends(learn):
 
 class Dies(Callback):
     "A kill from outside, at a batch of training or validation"
-    order,replayable = 2000,True
+    order = 2000
     def __init__(self, at): self.at = at
     def after_batch(self):
         self.at -= 1
@@ -76,6 +76,15 @@ def every(bs=8):
     other = TfmdDL(vectors(30, 5), bs=bs, num_workers=0)
     return [EvalEvery(other, 'clean', epochs=2), EvalEvery(other, 'noisy', steps=3)]
 
+def highest(p, y): return p.max(-1)[0].mean()
+def halved(model, x): return model(x)/2
+
+def cadences(bs=8):
+    "In a fit of 2 epochs of 8 steps of 8 samples: after batches 3, 5, 8, ... of 20 samples each, and by percent of the fit, with a metric and predictions of its own"
+    other = TfmdDL(vectors(30, 5), bs=bs, num_workers=0)
+    return [EvalEvery(other, 'samples', examples=20, initial=True), EvalEvery(other, 'part', percent=30, final=True, metrics=highest, predict=halved)]
+due = [0,3,5,8,10,13,15],[5,10,15,16]
+
 def picture(i): return PILImage.create(np.random.RandomState(i).randint(0, 255, (4,4,3)).astype(np.uint8))
 def label(i): return i%4
 
@@ -84,7 +93,7 @@ def mixed_pictures(bs=8):
     def one(start):
         ds = Datasets(range(start, start+28), [[picture],[label]], splits=[range(16),range(16,28)])
         return ds.dataloaders(bs=bs, num_workers=0, after_item=ToTensor(), before_batch=AugSplits(ImageOps.invert, 3), after_batch=IntToFloatTensor())
-    return mixture([one(0), one(100)], [3,1], n=32)
+    return mixture([one(0), one(100)], [3,1], n=32, names=['low','high'])
 
 def splitting(): return convert_splitbn_model(nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), BatchNormAct2d(8), nn.Flatten(), nn.Linear(32, 4)), 3)
 

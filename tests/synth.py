@@ -5,13 +5,16 @@ import matplotlib; matplotlib.use('Agg')
 import gc, multiprocessing, threading, zipfile
 from collections.abc import Mapping
 from fastai.vision.all import *
-from shape import processes
 from fastai_xla.all import *
+from fastai_xla.patches.registry import Loan
+from fastai_xla.train.meters import DeviceMetric
 from fastai_xla.runtime import xla_device
+from all_cores import all_cores, take_form
 
 for _nm in [o for o in dir() if o.startswith('test')]: del globals()[_nm]   # fastcore's own would be collected as tests
 
-DEVICE = torch.device('xla:0') if processes else xla_device()   # a CPU backward before the device is first used would break the XLA backward of this process
+take_form()
+DEVICE = xla_device()   # a CPU backward before the device is first used would break the XLA backward of this process
 
 # ---- data and Learners
 

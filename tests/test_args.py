@@ -7,12 +7,32 @@ import pytest, timm
 from fastai.basics import Learner, nn, noop
 from fastai.test_utils import synth_learner
 from fastai_xla.all import *
+from fastai_xla.checkpoint.manager import CheckpointManager
+from fastai_xla.data.rng import seed_all, set_rng_state
+from fastai_xla.data.shapes import bucket_len, bucket_lens
+from fastai_xla.distributed.metrics import sync_metric
+from fastai_xla.distributed.loss import BatchLoss
+from fastai_xla.distributed.trainer import GradientReducer
+from fastai_xla.launch.watchdog import Watchdog
+from fastai_xla.models.blocks import block_runs, BlockRunner, repeated_blocks
+from fastai_xla.aot.plan import count_model
+from fastai_xla.aot.plan import tpu_slice
+from fastai_xla.monitor.stats import train_batches, usual_step
+from fastai_xla.monitor.throughput import batch_flops, peak_flops_of, tpu_kind
+from fastai_xla.recipes.optim import timm_layers
+from fastai_xla.runtime.device import runtime_started
+from fastai_xla.runtime.ranks import from_main
+from fastai_xla.sharding.hosts import pretend_hosts
+from fastai_xla.train.meters import HostQueue
+from fastai_xla.train.move import move_learner
+from fastai_xla.train.replay import BatchReplay, ValidReplay
+from fastai_xla.train.strict import StrictSteps
 
 thing = object()
 WRONG = (None, 'a', -1, 0, 1.5, [], thing)
 
 def but(*ok): return [o for o in WRONG if not any(o is v or type(o) is type(v) and o==v for v in ok)]
-count,count_or_none,bit,place,place_or_none = but(),but(None),but(0),but('a'),but('a', None)
+count,count_or_none,bit,bit_or_none,place,place_or_none = but(),but(None),but(0),but(0, None),but('a'),but('a', None)
 at_least_0 = but(0)
 
 linear = partial(nn.Linear, 2, 2)
@@ -35,11 +55,11 @@ def one_core(**kwargs): return learn().to_tpu(**kwargs)
 CASES = [ # what is called, and of its arguments the wrong values
     (use_compile_cache, dict(path=place)), (from_main, dict(f=WRONG)),
     (seed_all, dict(seed=at_least_0)), (set_rng_state, dict(s=WRONG)),
-    (TfmPlacement, dict(mode=WRONG), dict(tfms=None), dict(mode='batch_tfms')), (xladl, dict(prefetch=count, batch_tfms=WRONG)), (Prefetcher, dict(n=count), dict(items=[])),
+    (TfmPlacement, dict(mode=WRONG), dict(tfms=None), dict(mode='batch_tfms')), (xladl, dict(prefetch=count, batch_tfms=WRONG)),
     (bucket_lens, dict(bs=count, n=count), dict(lens=[8,9], bs=1)), (bucket_len, dict(n=at_least_0)),
     (shards, dict(urls=but('a', []), tfms=WRONG, sizes=but(None, []), window=count, lanes=count)),
     (deferred_init, dict(f=WRONG)), (materialize, dict(model=WRONG, place=but(None)), dict(model=linear())),
-    (repeated_blocks, dict(model=WRONG)), (block_runs, dict(model=WRONG)), (BlockRunner, dict(scan=bit, mark_step=bit)),
+    (repeated_blocks, dict(model=WRONG)), (block_runs, dict(model=WRONG)), (BlockRunner, dict(scan=bit)),
     (xla_friendly, dict(model=WRONG, img_size=count_or_none), dict(model=timm.create_model('test_vit'))),
     (vit, dict(embed_dim=count, num_heads=count, depth=count, patch_size=count)),
     (move_learner, dict(learn=WRONG, device=but('a')), dict(learn=learn(), device='cpu')),
@@ -48,45 +68,48 @@ CASES = [ # what is called, and of its arguments the wrong values
     (GradientClipValue, dict(max_value=but(1.5))), (AdaptiveGradientClip, dict(clip_factor=but(1.5), eps=but(1.5), norm_type=but(1.5), exclude_head=bit)),
     (LayerDecay, dict(decay=WRONG, min_scale=but(0), by_wd=bit)), (timm_layers, dict(model=WRONG)),
     (scaled_lr, dict(lr=but(1.5), bs=count, base_bs=count, rule=WRONG), dict(lr=.1, bs=1)),
-    (EvalEvery, dict(label=but('a'), epochs=count_or_none, steps=count_or_none), dict(valid_dl=[], label='a')),
-    (mixture, dict(dls=WRONG)), (mixed, dict(weights=but(None), n=count_or_none)), (AugSplits, dict(aug=WRONG, num_splits=count), dict(aug=noop)),
+    (EvalEvery, dict(label=but('a'), epochs=count_or_none, steps=count_or_none, examples=count_or_none, percent=but(None, 1.5), initial=bit, final=bit,
+        predict=but(None)), dict(valid_dl=[], label='a')),
+    (mixture, dict(dls=WRONG)), (mixed, dict(weights=but(None), n=count_or_none, names=but(None))), (AugSplits, dict(aug=WRONG, num_splits=count), dict(aug=noop)),
     (JSDLoss, dict(num_splits=count, alpha=but(0, 1.5), smoothing=but(0))),
     (NaNGuard, dict(action=WRONG)), (HostQueue, dict(every=but(0, 1.5)), {}, dict(every='fetch_every')),
-    (StrictSteps, dict(warm=at_least_0)), (TPUTrainer, dict(batch_tfms=WRONG, fetch_every=but(0, 1.5), replay=bit, steps_per_execution=count)), (StepReplay, dict(on=bit, confirm=count, check_every=count, steps_per_execution=count), {}, dict(on='replay')),
-    *((o, dict(confirm=count)) for o in (StepPlans, AgreedPlans)), *((o, dict(on=bit, confirm=count, check_every=count), {}, dict(on='replay')) for o in (BatchReplay, StepsTogether, ValidReplay)), (StepTracing, dict(confirm=count)),
-    (one_core, dict(batch_tfms=WRONG, fetch_every=but(0, 1.5), replay=bit, steps_per_execution=count, strict=bit, cache=place_or_none)),
-    (use_virtual_cores, dict(n=count_or_none, processes=bit, hosts=count)), (run_replicas, dict(fn=WRONG, n=count_or_none), dict(fn=noop)),
+    (StrictSteps, dict(warm=at_least_0)), (TPUTrainer, dict(batch_tfms=WRONG, fetch_every=but(0, 1.5), replay=bit)),
+    (TorchTPUTrainer, dict(batch_tfms=WRONG, fetch_every=but(0, 1.5), replay=bit)),
+    *((o, dict(on=bit, confirm=count), {}, dict(on='replay')) for o in (BatchReplay, StepReplay, ValidReplay)),
+    (one_core, dict(batch_tfms=WRONG, fetch_every=but(0, 1.5), replay=bit, strict=bit, cache=place_or_none)),
+    (use_virtual_cores, dict(n=count_or_none)),
     (TPUPool, dict(n_cores=count_or_none)), (get_pool, dict(n_cores=count_or_none)), (tpu_launch, dict(fn=WRONG, n_cores=count_or_none), dict(fn=noop)),
-    (sync_metric, dict(m=WRONG)), (fsdp_options, dict(fsdp=WRONG)),
-    (TPUDistributedTrainer, dict(batch_tfms=WRONG, fetch_every=but(0, 1.5), sync_bn=WRONG, replay=bit)), (GradientReducer, dict(scale_lr=bit)),
-    (pooled, dict(n_cores=count_or_none, batch_tfms=WRONG, fetch_every=but(0, 1.5), sync_bn=WRONG, scale_lr=bit, fsdp=WRONG,
+    (sync_metric, dict(m=WRONG)),
+    (TPUDistributedTrainer, dict(batch_tfms=WRONG, fetch_every=but(0, 1.5), sync_bn=WRONG, replay=bit)), (GradientReducer, dict(scale_lr=bit)), (BatchLoss, dict(loss=but(None))),
+    (pooled, dict(n_cores=count_or_none, processes=bit_or_none, strict=bit, cache=place_or_none, batch_tfms=WRONG, fetch_every=but(0, 1.5), sync_bn=but(None), scale_lr=bit, loss=but(None),
         watchdog=but(None, 1.5), replay=bit)), (Watchdog, dict(minutes=but(None, 1.5)), {}, dict(minutes='watchdog')), (pool_setup, dict(fn=but(None), remove=bit)),
     (make_mesh, dict(replica=count_or_none, fsdp=count_or_none, n=count_or_none, model=count_or_none)),
     (ShardRule, dict(pattern=but('a'), axes=but('a', []), min_size=at_least_0), dict(pattern='a')),
     (infer_sharding, dict(model=WRONG, mesh=WRONG, rules=but([])), dict(model=linear(), mesh=mesh())),
-    (sharded, dict(replica=count_or_none, fsdp=count_or_none, rules=but([]), grad_ckpt=bit, scan=bit, mark_step=bit, replay=bit, steps_per_execution=count, partition_norms=but(0, None),
-        batch_tfms=WRONG, fetch_every=but(0, 1.5), model=count_or_none)),
-    (CheckpointStore, dict(path=place, keep=count, allow_pickle=bit), dict(path='a')),
+    (sharded, dict(replica=count_or_none, fsdp=count_or_none, rules=but([]), grad_ckpt=bit, scan=bit, replay=bit, partition_norms=but(0, None),
+        batch_tfms=WRONG, fetch_every=but(0, 1.5), strict=bit, cache=place_or_none)),
+    (TPUDataParallelTrainer, dict(sync_bn=but(None), scale_lr=bit), dict(mesh=make_mesh(2, 1))),
+    (CheckpointManager, dict(path=place, keep=count), dict(path='a')),
     (KeepPolicy, dict(newest=count, best=at_least_0, every=at_least_0, monitor=but('a'), mode=but(None))),
     (saver, dict(path=place, every=count_or_none, keep=count, resume=bit, minutes=but(None, 1.5), epochs=but(None, 0), keep_best=at_least_0,
-        keep_every=at_least_0, monitor=but('a'), mode=but(None), asynchronous=bit, on_error=WRONG, allow_pickle=bit, resume_from=place_or_none,
+        keep_every=at_least_0, monitor=but('a'), mode=but(None), load_best=bit, asynchronous=bit, on_error=WRONG, resume_from=place_or_none,
         init_from=place_or_none, strict=bit)),
-    (register_type, dict(cls=WRONG, is_value=bit), dict(cls=Waiting)),
+    (register_type, dict(cls=WRONG)),
     (resume_from, dict(path=place, every=count_or_none, keep=count), dict(path='a')),
     (lambda **kw: learn().save_sharded(**kw), dict(file=place, with_opt=bit), dict(file='a')),
-    (lambda **kw: learn().load_sharded(**kw), dict(file=place, with_opt=but(None, 0), strict=bit, allow_pickle=bit), dict(file='a')),
+    (lambda **kw: learn().load_sharded(**kw), dict(file=place, with_opt=but(None, 0), strict=bit), dict(file='a')),
     (lambda **kw: learn().export_safetensors(**kw), dict(file=place, config=but(None)), dict(file='a')),
     (lambda **kw: learn().save_for_hub(**kw), dict(folder=place, labels=but(None, [])), dict(folder='a')),
     (pretend, dict(hosts=but([]))), (smallest, dict(model=WRONG, batch=count, shape=but([]), opt=WRONG, bf16=bit)),
-    (tpu_slice, dict(name=but('a'))), (compiled, dict(name=but('a'), form=but(None), fast=bit, limit=but(1.5), cache=place_or_none)),
+    (tpu_slice, dict(name=but('a'))), (compiled, dict(name=but('a'), strategy=but(None), fast=bit, limit=but(1.5), cache=place_or_none)),
     (lambda **kw: learn().largest_batch(**kw), dict(name=but('a'), most=count), dict(name='v5e-8')),
     (XLAStats, dict(warm=at_least_0)), (usual_step, dict(steps=but([]), warm=at_least_0), dict(steps=[])),
-    (train_batches, dict(learn=WRONG, n=count), dict(learn=learn(), n=1, cbs=[])), (read_dump, dict(folder=place)), (training_graph, dict(graphs=WRONG)),
+    (train_batches, dict(learn=WRONG, n=count), dict(learn=learn(), n=1, cbs=[])),
     (count_model, dict(model=WRONG), dict(model=linear(), shape=(2,))),
     (plan, dict(model=WRONG, mesh=WRONG, batch=count, shape=but([]), rules=but([]), opt=WRONG, grad_ckpt=bit, scan=bit, bf16=bit, mfu=WRONG, ema=bit)),
     (TPUMeter, dict(show=bit, flops=but(None, 1.5), peak_flops=but(None, 1.5))), (lambda **kw: TPUMeter().metrics(*kw.values()), dict(names=WRONG)),
     (lambda **kw: NormMeter().metrics(*kw.values()), dict(kinds=WRONG)), (lambda **kw: NormMeter().plot(**kw), dict(kind=WRONG)),
-    (StepProfiler, dict(steps=WRONG, folder=place, trace=bit)), (batch_flops, dict(learn=WRONG)), (peak_flops_of, dict(kind=but('a'))),
+    (StepProfiler, dict(steps=WRONG, folder=place, trace=bit)), (batch_flops, dict(learn=WRONG)), (peak_flops_of, dict(name=but('a'))), (tpu_kind, dict(name=but('a'))),
     (lambda **kw: plan().seconds(**kw), dict(kind=WRONG)), (lambda **kw: plan().fits(**kw), dict(kind=WRONG)),
 ]
 
@@ -115,20 +138,21 @@ def test_wrong_values(case):
     assert runtime_started()==before
 
 # what takes only what the package itself hands it: arithmetic and seams between rooms, not options of users
-SEAMS = '''start_iter DeviceDL Shipment EventTeller lengthen_lr_find run_along run_remote shard_idxs rank_span RankShare RowShare deal n_dealt pad_batch
-    pad_text Waiting virtual_env start_spmd loss_weight join_shards Shares AgreedDL SteppedDL ShardedDL ApartBlock drawn_for first_signal size_text
-    kept_rng rng_state_after load_state learner_state replaces Patch grid_sample_xla tile_grid from_tiles suits_tiles sampled_by_tiles affine_by_tiles step_row step_program stand_in optional_library
-    bucket_len MixtureDL NotDue MeshTrainer DeviceMetric check_number check_int check_bool check_choice check_type check_callable check_path check_prefetch wrong_arg
-    OnDevice ShareTrainer distributed_trainer TPUPoolTrainer attach_replica CheckpointSaver CheckpointWriter CheckpointReader PhaseResumer
-    TPUShardedTrainer TPUFSDPTrainer device_version Shards TFRecordShards StreamDL BucketDL XLADL RNGHandoff TfmVerdicts standardize
-    dist_version inside_boxes ShardReader uncount_steps make_programs_for lend_builtin arranged_update in_lines program_calls
-    function_of restores OwnDraws MarkedDL graph_error apart_error DevicePhases BatchEnds BadStepWatch launch_error shapes_of process_start is_running Lease
-    check_room groups_by_size pieces_of read_pieces plain_dtype tensor_kind Encoder encode encode_states Decoder decode checkpoint_fault find_checkpoint
-    StoreReader copy_state note_made made_as fingerprint check_differences note_config CheckpointOptions settings_of progress_file plan_goal load_weights ema_weight
-    StateRestorer FitResumer hlo_number count_step hlo_message compile_options ProgramReport CutReport ProgramLog tpu_advice trace_phase StepReports TPUReport scope_of unpack_call written_places held_bytes MidStep StepNoter step_times meter_row meter_line
-    speed_text MeterSums MeterRates ProfiledSteps plot_steps time_fit gloo_device start_host rehearse device_span host_span HostShare host_pieces HostDraws
-    assemble part_of collect_parts write_by_hosts write_pieces write_state write_progress MeshTrainer bar_says fit_line seconds_left left_text EpochClock
-    step_metrics step_code step_owners step_records HostLook ValueLook users_code StepReasons PlanMaker StepWaiting PlanRunner is_trusted is_quiet holders_of host_state'''.split()
+SEAMS = '''gather_bytes tpu_line Denominators is_sample_mean gather_rows is_users process_env open_store Ranks become_rank take_place address_towards reachable_address map_memory Received ValuePickler dump dump_named serve stacks_file
+    pack_run TwoPhaseStop Deadline layout read_stacks ProgressReporter run_phase start_iter Prefetcher lengthen_lr_find lend_core_norms data_parallel_mesh scale_bs to_ranks attach_mesh check_process cores_text tell_cores shard_idxs rank_span RankShare RowShare deal n_dealt pad_batch
+    pad_text Kernels kernels start_spmd loss_weight Shares ShardedDL drawn_for first_signal size_text
+    kept_rng rng_state_after load_state replaces Patch grid_sample_xla tile_grid from_tiles suits_tiles sampled_by_tiles affine_by_tiles step_row step_program stand_in optional_library
+    bucket_len MixtureDL MeshTrainer DeviceMetric check_number check_int check_bool check_choice check_type check_callable check_path wrong_arg
+    TPUPoolTrainer attach_replica 
+    TPUShardedTrainer device_version Shards TFRecordShards StreamDL XLADL standardize
+    dist_version inside_boxes ShardReader uncount_steps make_programs_for lend_builtin arranged_update program_calls
+    function_of register OwnDraws graph_error apart_error launch_error shapes_of
+    groups_by_size note_made check_differences settings_of ema_weight
+    hlo_number hlo_message compile_options ProgramReport ProgramLog tpu_advice trace_phase TPUReport module_of unpack_call state_bytes LastOfStep StepRecorder step_times rates_of show_line
+    time_fit device_span host_span HostShare host_pieces
+    assemble MeshTrainer bar_says notice_nan
+    step_metrics 
+    CheckpointDir check_writable StackedList safe_loads copy_model write_model ShardFiles shards_of plan_resume Position write_shards model_and_opt Kernels to_tpu to_tpu_distributed TorchTPURankTrainer GradientAverager'''.split()
 
 def options(f):
     "The parameters of `f` that say they are numbers, words or switches"

@@ -3,12 +3,13 @@ import os
 os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0') # compiles three times as fast; read when the runtime starts
 import pickle
 import pytest
-from fastai_xla.virtual_cores import run_replicas, use_virtual_cores
+from threads import run_replicas, use_virtual_cores
 use_virtual_cores(2)
 from synth import *
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from fastai.text.all import AWD_LSTM, awd_lstm_lm_config, language_model_learner, TextDataLoaders
 from fastai.vision.gan import FixedGANSwitcher, GANLearner
+from fastai_xla.runtime.counts import n_compiles
 
 def quiet(learn, f, *args, **kwargs):
     set_seed(3)

@@ -7,6 +7,7 @@ from fastai.test_utils import synth_learner
 from fastai.basics import *
 from fastai_xla.all import *
 import sys
+from fastai_xla.runtime.device import met
 set_seed(1)
 learn = synth_learner(n_trn=4).to_tpu(cache=sys.argv[1])
 with learn.no_bar(): learn.fit(1)

@@ -14,8 +14,8 @@ every = 3
 
 def names():
     from types import SimpleNamespace
-    import fastai.basics, fastai.callback.all, fastai_xla.all, parity_models
-    return SimpleNamespace(**{k: v for m in (fastai.basics, fastai.callback.all, fastai_xla.all, parity_models) for k,v in vars(m).items() if not k.startswith('_')})
+    import fastai.basics, fastai.callback.all, fastai_xla.all, fastai_xla.runtime, parity_models
+    return SimpleNamespace(**{k: v for m in (fastai.basics, fastai.callback.all, fastai_xla.all, fastai_xla.runtime, parity_models) for k,v in vars(m).items() if not k.startswith('_')})
 
 def learner(l, place, cbs=()):
     "With draws everywhere: of samples, of their order, on the device; with buffers, groups and metrics of the training set"
@@ -33,12 +33,12 @@ def learner(l, place, cbs=()):
     return place(learn)
 
 def train(l, place, cbs=()):
-    "Three fits: frozen, whole, and with accumulation and, but in replicas that are threads and share a random state, MixUp"
+    "Three fits: frozen, whole, and with accumulation and MixUp, which draws on the host on each rank"
     learn = learner(l, place, cbs)
     l.set_seed(3)
     with learn.no_bar(), learn.no_logging():
         learn.fine_tune(2, 1e-2, freeze_epochs=1)
-        learn.fit_one_cycle(2, 1e-2, cbs=[l.GradientAccumulation(16), *([] if hasattr(learn, 'tpu_pool_trainer') else [l.MixUp()])])
+        learn.fit_one_cycle(2, 1e-2, cbs=[l.GradientAccumulation(16), l.MixUp()])
     return outcome(l, learn)
 
 def outcome(l, learn):
@@ -56,57 +56,49 @@ def dying(l, at, how):
     "A callback that calls `how` at batch `at`, of training and validation"
     batches = iter(range(1, at+1))
     class Dies(l.Callback):
-        order,replayable = 2000,True # as a kill from outside, it changes no step
+        order = 2000
         def __init__(self): self.count = lambda: next(batches, None)
         def after_batch(self):
             if self.count()==at: how()
     return Dies()
 
-def killed():
-    raise KeyboardInterrupt
+def killed(): raise KeyboardInterrupt
+def sends(sig): return lambda: os.kill(os.getpid(), sig)
 
-def again(l, place, at, how=killed, exc=KeyboardInterrupt, **kwargs):
-    "What comes out when a training dies at batch `at` and runs again; and the checkpoints that it left"
-    l.shutil.rmtree('run', ignore_errors=True)
-    with pytest.raises(exc): train(l, place, [l.TPUCheckpoint('run', **{**dict(every=every), **kwargs}), dying(l, at, how)])
-    left = sorted(os.listdir('run')) if Path('run').exists() else []
-    l.set_seed(at)
-    return train(l, place, [l.resume_from('run', **{**dict(every=every), **kwargs})]),left
+def left(folder='run'): return sorted(o for o in os.listdir(folder) if o[0]!='.') if Path(folder).exists() else []
+
+def dies(l, place, at, how=killed, exc=KeyboardInterrupt, **kwargs):
+    "A training that resumes in the folder `run` and dies at its batch `at`; returns the newest checkpoint that it leaves"
+    with pytest.raises(exc): train(l, place, [l.resume_from('run', **{'every': every, **kwargs}), dying(l, at, how)])
+    l.set_seed(at) # the next one has another random state at its start
+    return ['', *left()][-1]
 
 def one():
-    "Killed in the first epoch, in validation, after an epoch, and in the last fit, between steps; then by signals"
+    "One training on one core that dies seven times: before a checkpoint, in an epoch, in validation, in the next fit, by signals in both, between steps; and that is run again when it is done"
     l = names()
     place = lambda o: o.to_tpu()
     plain = train(l, place)
-    equal(l, plain, train(l, place, [l.resume_from('whole', every=every)]))
-    assert sorted(os.listdir('whole'))==['fit02-epoch0001-batch0000008', 'fit03-epoch0000-batch0000000']
-    equal(l, plain, train(l, place, [l.resume_from('whole', every=every)])), 'what is done is not done again'
-    for at,newest in ((2,None), (5,'fit00-epoch0000-batch0000003'), (10,'fit00-epoch0000-batch0000006'), (13,'fit01-epoch0000-batch0000003'), (37,'fit02-epoch0000-batch0000006')):
-        res,left = again(l, place, at)
-        assert left[-1:]==([newest] if newest else [])
-        equal(l, plain, res)
-    l.shutil.rmtree('run')
-    for at in (4, 5, 14, 3):
-        with pytest.raises(KeyboardInterrupt): train(l, place, [l.resume_from('run', every=1), dying(l, at, killed)])
-    equal(l, plain, train(l, place, [l.resume_from('run', every=1)])), 'several deaths in a row'
-    term = lambda: os.kill(os.getpid(), signal.SIGTERM)
-    for at,newest in ((5,'fit00-epoch0000-batch0000006'), (9,'fit00-epoch0000-batch0000008')):
-        res,left = again(l, place, at, term, SystemExit)
-        assert left[-1]==newest
-        equal(l, plain, res)
+    assert dies(l, place, 2)==''
+    assert dies(l, place, 5)=='fit00-epoch0000-batch0000003'
+    assert dies(l, place, 7)=='fit00-epoch0000-batch0000006', 'the second batch of validation'
+    assert dies(l, place, 7)=='fit01-epoch0000-batch0000003', 'two batches, two of validation, three of the next fit'
+    assert dies(l, place, 2, sends(signal.SIGTERM), SystemExit)=='fit01-epoch0000-batch0000006'
+    assert dies(l, place, 3, sends(signal.SIGTERM), SystemExit)=='fit01-epoch0000-batch0000008', 'in validation'
+    assert dies(l, place, 18)=='fit02-epoch0000-batch0000006', 'two batches of validation, an epoch, six of the last fit'
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    equal(l, plain, train(l, place, [l.resume_from('run', every=every)]))
+    assert left()==['fit02-epoch0001-batch0000008', 'fit03-epoch0000-batch0000000']
+    equal(l, plain, train(l, place, [l.resume_from('run', every=every), dying(l, 1, killed)])), 'what is done is not done again'
 
 def by_epoch():
     "One each epoch; Ctrl-C in the middle of one; the newest alone is kept"
     l = names()
     place = lambda o: o.to_tpu()
     plain = train(l, place)
-    res,left = again(l, place, 25, lambda: os.kill(os.getpid(), signal.SIGINT), keep=1, every=None)
-    assert left==['fit01-epoch0001-batch0000006']
-    equal(l, plain, res)
-    res,left = again(l, place, 25, keep=1, every=None)
-    assert left==['fit01-epoch0001-batch0000000']
-    equal(l, plain, res)
+    assert dies(l, place, 25, every=None, keep=1)=='fit01-epoch0001-batch0000000'
+    assert dies(l, place, 5, sends(signal.SIGINT), every=None, keep=1)=='fit01-epoch0001-batch0000006'
+    assert len(left())==1
+    equal(l, plain, train(l, place, [l.resume_from('run', keep=1)]))
 
 def waiting():
     "Gradients that wait for a step at the end of an epoch and of a fit"
@@ -119,23 +111,10 @@ def waiting():
         return outcome(l, learn)
     plain = f()
     for at,newest in ((12,'fit01-epoch0000-batch0000000'), (24,'fit01-epoch0001-batch0000000')):
-        l.shutil.rmtree('run', ignore_errors=True)
-        with pytest.raises(KeyboardInterrupt): f([l.TPUCheckpoint('run'), dying(l, at, killed)])
-        assert sorted(os.listdir('run'))[-1]==newest
-        equal(l, plain, f([l.resume_from('run')]))
-
-def slow():
-    "A checkpoint that is being written when training fails is there afterwards"
-    l = names()
-    class Fails(l.Callback):
-        order = 2000
-        def after_batch(self):
-            if self.training and self.train_iter==5: raise ZeroDivisionError('the session ended')
-    cb = l.TPUCheckpoint('slow', every=4)
-    write,cb._write = cb._write,lambda *args: (time.sleep(.5), write(*args))
-    learn = learner(l, lambda o: o.to_tpu(), [cb, Fails()])
-    with learn.no_bar(),learn.no_logging(),pytest.raises(ZeroDivisionError): learn.fit(1, 1e-2)
-    assert sorted(os.listdir('slow'))==['fit00-epoch0000-batch0000004']
+        l.shutil.rmtree('waits', ignore_errors=True)
+        with pytest.raises(KeyboardInterrupt): f([l.TPUCheckpoint('waits'), dying(l, at, killed)])
+        assert left('waits')[-1]==newest
+        equal(l, plain, f([l.resume_from('waits')]))
 
 def texts():
     "The hidden state of an RNN and the order of texts that go on from batch to batch"
@@ -147,35 +126,69 @@ def texts():
         return outcome(l, learn)
     n = len(l.text().dls.train)
     plain = f()
-    with pytest.raises(KeyboardInterrupt): f([l.TPUCheckpoint('run', every=2), dying(l, n+len(l.text().dls.valid)+3, killed)])
-    assert sorted(os.listdir('run'))[-1].startswith('fit00-epoch0001')
-    equal(l, plain, f([l.resume_from('run', every=2)]))
+    with pytest.raises(KeyboardInterrupt): f([l.TPUCheckpoint('texts', every=2), dying(l, n+len(l.text().dls.valid)+3, killed)])
+    assert left('texts')[-1].startswith('fit00-epoch0001')
+    equal(l, plain, f([l.resume_from('texts', every=2)]))
 
-def settings():
+def settings(cases=('nothing','learning rate','MixUp by another alpha','optimizer','larger bs','larger bs, strict=False',"a callback's argument")):
     "What the user has written counts as it is now, or is an error"
     sys.path.insert(0, str(repo/'benchmarks'))
     import settings
     want = {'nothing': 'went on', 'learning rate': 'went on, said', 'more epochs': 'went on, said', 'MixUp by another alpha': 'went on, said', 'MixUp dropped': 'went on, said',
         'optimizer': 'error', 'smaller bs': 'error', 'larger bs': 'error', 'larger bs, strict=False': 'went on, said', "a callback's argument": 'went on, said'}
+    want = {k: v for k,v in want.items() if k in cases}
     res = {name: (what, said) for name,what,said in settings.table(want)}
     assert {k: v[0] for k,v in res.items()}==want, res
     assert 'schedule.lr 0.01 at most -> 0.001 at most' in res['learning rate'][1] and 'use the same data and batch size' in res['larger bs'][1]
 
+def loads_best(l, place):
+    "At the end of a fit the Learner validates as after its best epoch, with averages too; so it does when the fit is left out"
+    class Worse(l.Callback):
+        "The third epoch goes uphill"
+        order,run_valid = -5,False
+        def before_step(self):
+            if self.epoch<2: return
+            self.opt.set_hypers(lr=.1)
+            for p in self.model.parameters(): p.grad = None if p.grad is None else p.grad*-100
+    for i,cbs in enumerate((lambda: [], lambda: [l.EMACallback(decay=.5)])):
+        for path in (f'best{i}', f'best{i}', f'other{i}'):
+            learn = learner(l, place, [l.resume_from(path, load_best=True, keep=1), Worse(), *cbs()])
+            l.set_seed(3)
+            with learn.no_bar(), learn.no_logging():
+                learn.fit(3, 1e-2)
+                at = list(learn.recorder.metric_names).index('valid_loss')-1
+                seen = [o[at] for o in learn.recorder.values]
+                got = learn.validate()[0]
+            assert abs(got-min(seen))<1e-5 and min(seen)<seen[2]-.01, (i, path, seen, got)
+
+def cores():
+    "Dies on two cores of one process, and resumes there"
+    l = names()
+    place = lambda o: o.to_tpu_distributed(n_cores=2)
+    plain = train(l, place)
+    assert dies(l, place, 5)=='fit00-epoch0000-batch0000003'
+    dies(l, place, 20)
+    with pytest.raises(ValueError, match='use as many cores'): train(l, lambda o: o.to_tpu_distributed(n_cores=1), [l.resume_from('run')])
+    equal(l, plain, train(l, place, [l.resume_from('run', every=every)]))
+    loads_best(l, place)
+
 def sharded():
-    "Killed on four cores, gone on there, and on one"
+    "Dies on four cores, resumes there, and on one"
     l = names()
     place = lambda o: o.to_tpu_sharded(replica=2, fsdp=2, rules=[('', 'fsdp', 1)])
     plain = train(l, place)
-    for at in (5,37):
-        res,left = again(l, place, at)
-        equal(l, plain, res)
-    with pytest.raises(KeyboardInterrupt): train(l, place, [l.TPUCheckpoint('other', every=every), dying(l, 25, killed)])
+    dies(l, place, 5)
+    dies(l, place, 20)
+    l.shutil.copytree('run', 'other')
+    equal(l, plain, train(l, place, [l.resume_from('run', every=every)]))
     equal(l, plain, train(l, lambda o: o.to_tpu_sharded(fsdp=1), [l.resume_from('other')]), 1e-4)
+    loads_best(l, place)
 
-def formats():
+def formats(*which):
     "Written on four cores, read by torch alone and by plain fastai"
     l = names()
-    for name,kw in dict(Adam={}, AdamW=dict(opt_func=partial(l.OptimWrapper, opt=l.torch.optim.AdamW)), ranger=dict(opt_func=l.ranger), SGD=dict(opt_func=partial(l.SGD, mom=0.))).items():
+    opts = dict(Adam={}, AdamW=dict(opt_func=partial(l.OptimWrapper, opt=l.torch.optim.AdamW)), ranger=dict(opt_func=l.ranger), SGD=dict(opt_func=partial(l.SGD, mom=0.)))
+    for name,kw in [(k, opts[k]) for k in which or opts]:
         def mk():
             learn = learner(l, lambda o: o)
             learn.opt_func = kw.get('opt_func', l.Adam)
@@ -194,32 +207,25 @@ def formats():
             equal(l, want, l.to_host(dict(model=dict(b.model.state_dict()), opt=mk().load_sharded(f'{name}_2').opt.state_dict())))
 
 def pool():
-    "A replica that dies, and one that is told to stop"
+    "A replica that dies, and a pool that is told to stop"
     l = names()
-    place = lambda o: o.to_tpu_distributed(n_cores=2)
+    place = lambda o: o.to_tpu_distributed(n_cores=2, processes=True)
     plain = train(l, place)
-    res,left = again(l, place, 4, lambda: time.sleep(1) or 1/0, l.LaunchError)
-    assert left[-1]=='fit00-epoch0000-batch0000003'
-    equal(l, plain, res)
+    assert dies(l, place, 4, lambda: time.sleep(1) or 1/0, l.LaunchError)=='fit00-epoch0000-batch0000003'
     rank = l.rank
     def press():
         if rank()==0: os.kill(os.getppid(), signal.SIGTERM)
         time.sleep(1)
-    res,left = again(l, place, 8, press, l.LaunchInterrupt)
-    assert left[-1].startswith('fit01-epoch0000') and not left[-1].endswith('0')
-    equal(l, plain, res)
-    res,left = again(l, place, 13, lambda: time.sleep(1) or 1/0, l.LaunchError, every=None)
-    assert left[-1]=='fit01-epoch0001-batch0000000'
-    equal(l, plain, res)
+    newest = dies(l, place, 6, press, SystemExit)
+    assert newest.startswith('fit01-epoch0000') and not newest.endswith('0')
+    equal(l, plain, train(l, place, [l.resume_from('run', every=every)]))
+    loads_best(l, place)
 
 def replica(rank, cbs, at):
     "A script's part on one rank, which dies at batch `at`"
     l = names()
     if at and rank==1: cbs = [*cbs, dying(l, at, lambda: time.sleep(1) or 1/0)]
-    for r in (1, 0): # they are threads here, and draw from one random state
-        if rank==r: learn = learner(l, lambda o: o, cbs)
-        l.barrier()
-    learn.to_tpu_distributed()
+    learn = learner(l, lambda o: o, cbs).to_tpu_distributed()
     with learn.no_bar(), learn.no_logging():
         learn.freeze()
         learn.fit_one_cycle(2, 1e-2)
@@ -232,11 +238,9 @@ def ranks():
     l = names()
     def go(*cbs, at=None): return l.tpu_launch(replica, cbs, at, n_cores=2)[0]
     plain = go()
-    for at,newest in ((5,'fit00-epoch0000-batch0000003'), (9,'fit00-epoch0001-batch0000002')):
-        l.shutil.rmtree('run', ignore_errors=True)
-        with pytest.raises(l.LaunchError): go(l.TPUCheckpoint('run', every=every), at=at)
-        assert sorted(os.listdir('run'))[-1]==newest
-        equal(l, plain, go(l.resume_from('run', every=every)))
+    with pytest.raises(l.LaunchError): go(l.TPUCheckpoint('run', every=every), at=9)
+    assert left()[-1]=='fit00-epoch0001-batch0000002'
+    equal(l, plain, go(l.resume_from('run', every=every)))
 
 def script(folder):
     "A training to be killed from outside"
@@ -249,19 +253,23 @@ def script(folder):
     res = train(l, lambda o: o.to_tpu(), [l.resume_from('run', every=2), dying(l, n, wait)])
     l.torch.save(res, 'res.pth')
 
-def main(group, *args):
+def main(groups, *args):
     from tempfile import TemporaryDirectory
-    if args: return globals()[group](*args)
-    for o in group.split(','):
+    if groups=='script': return script(*args)
+    for o in groups.split(','):
         with TemporaryDirectory() as d:
             os.chdir(d)
-            globals()[o]()
+            name,*which = o.split(':')
+            globals()[name](*which)
 
 # ---- tests
 
-@pytest.mark.parametrize('group', ['one,by_epoch,waiting,slow,texts,settings','sharded,formats','pool,ranks'])
-def test_group(group):
-    res = run(__file__, group, **FLAGS)
+slow = pytest.mark.slow
+
+@pytest.mark.parametrize('groups', ['one,waiting,texts', 'cores', 'sharded,formats:AdamW', 'pool',
+    *(pytest.param(o, marks=slow) for o in ('by_epoch', 'settings', 'formats', 'ranks'))])
+def test_group(groups):
+    res = run(__file__, groups, **FLAGS)
     assert res.returncode==0, f'exit {res.returncode}\n{res.stdout}\n{res.stderr}'
 
 def test_killed_from_outside(tmp_path):
@@ -316,7 +324,7 @@ def test_read_without_torch_xla(tmp_path):
             assert not has_opt or want.opt.state[p].keys()==o.opt.state[q].keys() and torch.equal(want.opt.state[p]['sqr_avg'], o.opt.state[q]['sqr_avg'])
     """, '-S', cwd=tmp_path, **without)
 
-@pytest.mark.parametrize('to', ['to_tpu()','to_tpu_distributed(n_cores=2)'])
+@pytest.mark.parametrize('to', ['to_tpu()','to_tpu_distributed(n_cores=2, processes=True)'])
 def test_the_bar_of_a_training_that_goes_on(to):
     "In an epoch that is not the first, which fastprogress must have seen"
     out = run_ok(f"""
@@ -331,6 +339,6 @@ def test_the_bar_of_a_training_that_goes_on(to):
             try: learn.fit(3, cbs=[resume_from('run'), *ends])
             except RuntimeError: pass
         assert len(learn.recorder.values)==3""", **FLAGS)
-    assert 'Going on at epoch 2' in out
+    assert 'Resuming at epoch 2' in out
 
 if __name__=='__main__': main(*sys.argv[1:])

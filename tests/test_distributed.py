@@ -6,10 +6,11 @@ from fresh import run_ok
 from fastai.vision.all import *
 from fastai.callback.all import *
 from fastai_xla.all import *
+from fastai_xla.runtime.ranks import rank
 for o in [o for o in globals() if o.startswith('test')]: del globals()[o]  # fastai's, which pytest would collect
 from fastai_xla.launch import get_pool, LaunchError
 from fastai_xla.runtime import xla_counts
-from fastai_xla.runtime import runtime_started
+from fastai_xla.runtime.device import runtime_started
 
 N,B = 2,8
 
@@ -29,7 +30,7 @@ def learner(bs=B, n=90, n_valid=37, cbs=None, metrics=None, drop_last=False, mod
 
 def pair(**kwargs):
     "Plain fastai with the batch size of all cores, and the same on the cores"
-    return learner(bs=N*B, **kwargs),learner(**kwargs).to_tpu_distributed(n_cores=N)
+    return learner(bs=N*B, **kwargs),learner(**kwargs).to_tpu_distributed(n_cores=N, processes=True)
 
 def close(a, b, tol=2e-6): assert torch.allclose(torch.as_tensor(a, dtype=torch.float), torch.as_tensor(b, dtype=torch.float), atol=tol), (a,b)
 
@@ -92,7 +93,7 @@ def test_draws_do_not_depend_on_who_is_first():
     "of replicas that are threads, and share a random state that fastai draws from in its look at a sample"
     losses = []
     for who in (0,1):
-        learn = learner(cbs=[Late(who)]).to_tpu_distributed(n_cores=N)
+        learn = learner(cbs=[Late(who)]).to_tpu_distributed(n_cores=N, processes=True)
         for dl in learn.dls.loaders: dl.after_item = Pipeline([Noise()])
         set_seed(3)
         learn.fit(2)
@@ -140,7 +141,7 @@ class Counts(Callback):
 def test_callbacks_come_home(capfd):
     cbs = [Counts(), SaveModelCallback(fname='best'), EarlyStoppingCallback(patience=1, min_delta=10.), ReduceLROnPlateau(patience=1)]
     a,b = learner(bs=N*B, cbs=[Counts(), SaveModelCallback(fname='one'), EarlyStoppingCallback(patience=1, min_delta=10.), ReduceLROnPlateau(patience=1)]),learner(cbs=cbs)
-    b.to_tpu_distributed(n_cores=N)
+    b.to_tpu_distributed(n_cores=N, processes=True)
     both(lambda o: o.fit(4), a, b)
     same_state(a, b)
     assert b.counts is cbs[0] and b.counts.batches==a.counts.batches and b.counts.model_seen is b.model and b.counts.at is b
@@ -155,7 +156,7 @@ def test_callbacks_come_home(capfd):
 
 def test_what_is_shown_is_shown_once(capfd):
     a,b = learner(bs=N*B, cbs=[CSVLogger('a.csv'), ShowGraphCallback()]),learner(cbs=[CSVLogger('b.csv'), ShowGraphCallback()])
-    both(lambda o: o.to_tpu_distributed(n_cores=N) and o.fit(2) if o is b else o.fit(2), a, b)
+    both(lambda o: o.to_tpu_distributed(n_cores=N, processes=True) and o.fit(2) if o is b else o.fit(2), a, b)
     rows = [[l.split(',')[:-1] for l in Path(f).read_text().splitlines()] for f in ('a.csv','b.csv')]
     assert len(rows[0])==len(rows[1])==3 and rows[0][0]==rows[1][0]
     for x,y in zip(rows[0][1:], rows[1][1:]): close([*map(float, x)], [*map(float, y)], 1e-5)
@@ -166,7 +167,7 @@ def test_what_is_shown_is_shown_once(capfd):
 def test_trackers_write_once():
     from fastai.callback.tensorboard import TensorBoardCallback
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    b = learner(cbs=TensorBoardCallback('logs', trace_model=False, log_preds=False)).to_tpu_distributed(n_cores=N)
+    b = learner(cbs=TensorBoardCallback('logs', trace_model=False, log_preds=False)).to_tpu_distributed(n_cores=N, processes=True)
     b.fit(2)
     seen = EventAccumulator('logs').Reload()
     for name,i in (('valid_loss',1), ('accuracy',2)): close([o.value for o in seen.Scalars(name)], [r[i] for r in b.recorder.values])
@@ -175,7 +176,7 @@ def test_trackers_write_once():
     assert len(list(Path('logs').iterdir()))==1
 
 def test_mixed_precision():
-    b = learner().to_tpu_distributed(n_cores=N).to_fp16()
+    b = learner().to_tpu_distributed(n_cores=N, processes=True).to_fp16()
     b.fit(2)
     first,again = b.recorder.values[-1],b.validate()
     close(first[1:], again, 0)
@@ -184,7 +185,7 @@ def test_mixed_precision():
     assert b.model[0].weight.dtype==torch.float32
 
 def test_one_batch_is_done_here():
-    b = learner(n_valid=B).to_tpu_distributed(n_cores=N)
+    b = learner(n_valid=B).to_tpu_distributed(n_cores=N, processes=True)
     b.fit(1)
     want = b.model(torch.stack([o[0] for o in items(B, 1)])).softmax(1)
     with get_pool(N)._busy: close(b.get_preds()[0], want)
@@ -194,7 +195,7 @@ def test_interpretation_and_tta():
     x = np.random.RandomState(0).randint(0, 255, (40,12,12,3)).astype(np.uint8)
     dls = DataBlock((ImageBlock,CategoryBlock), get_items=lambda s: list(range(40)), get_x=lambda i: PILImage.create(x[i]), get_y=lambda i: 'ab'[i%2],
                     splitter=IndexSplitter(range(20,40)), batch_tfms=[Flip(), Normalize.from_stats([.5]*3,[.5]*3)]).dataloaders(None, bs=4, num_workers=0)
-    b = Learner(dls, nn.Sequential(ConvLayer(3,4,stride=2), nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(4,2)), metrics=accuracy).to_tpu_distributed(n_cores=N)
+    b = Learner(dls, nn.Sequential(ConvLayer(3,4,stride=2), nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(4,2)), metrics=accuracy).to_tpu_distributed(n_cores=N, processes=True)
     b.fit(1)
     preds,targs = b.tta(n=2)
     assert preds.shape==(20,2) and list(targs)==[i%2 for i in range(20)]
@@ -212,8 +213,7 @@ class Exports(Callback):
     def after_batch(self):
         if self.train_iter==2: self.learn.export('within.pkl')
 
-@pytest.mark.parametrize('fsdp', [False, True])
-def test_export_in_a_batch_of_a_fit(fsdp, tmp_path):
+def test_export_in_a_batch_of_a_fit(tmp_path):
     "The weights as they are then, whole, and nothing of ours; training goes on"
     def mk(name, bs):
         learn = learner(cbs=Exports(), path=tmp_path/name)
@@ -221,7 +221,7 @@ def test_export_in_a_batch_of_a_fit(fsdp, tmp_path):
         learn.dls = Datasets(list(range(90)), [[lambda i: x[i]], [lambda i: y[i]]], splits=(range(70), range(70,90))).dataloaders(bs=bs, num_workers=0)
         learn.path.mkdir()
         return learn
-    plain,cores = mk('plain', N*B),mk('cores', B).to_tpu_distributed(n_cores=N, fsdp=fsdp)
+    plain,cores = mk('plain', N*B),mk('cores', B).to_tpu_distributed(n_cores=N, processes=True)
     want,got = (o.path/'within.pkl' for o in (plain, cores))
     for o in (plain, cores):
         set_seed(7)
@@ -231,7 +231,7 @@ def test_export_in_a_batch_of_a_fit(fsdp, tmp_path):
     for a,b in zip(plain.model.parameters(), cores.model.parameters()): close(a, b)
 
 def test_a_second_fit_compiles_nothing():
-    b = learner().to_tpu_distributed(n_cores=N)
+    b = learner().to_tpu_distributed(n_cores=N, processes=True)
     for _ in range(2): b.fit_one_cycle(1, .01)
     pool = get_pool(N)
     before = pool.run(lambda rank: xla_counts().compiles)
@@ -239,11 +239,11 @@ def test_a_second_fit_compiles_nothing():
     assert pool.run(lambda rank: xla_counts().compiles)==before
 
 def test_two_learners_share_the_pool():
-    b,c = (learner().to_tpu_distributed(n_cores=N) for _ in range(2))
+    b,c = (learner().to_tpu_distributed(n_cores=N, processes=True) for _ in range(2))
     b.fit(1)
-    pids = [p.pid for p in get_pool(N)._crew.procs]
+    pids = [p.pid for p in get_pool(N)._procs.procs]
     c.fit(1)
-    assert [p.pid for p in get_pool(N)._crew.procs]==pids
+    assert [p.pid for p in get_pool(N)._procs.procs]==pids
     b.detach_tpu_distributed()
     assert get_pool(N).is_open and not hasattr(b, 'tpu_pool_trainer')
     c.validate()
@@ -253,7 +253,7 @@ class Fails(Callback):
         if self.training and self.epoch==1 and rank()==1: raise ValueError('no such thing')
 
 def test_the_error_of_a_rank_is_seen_and_nothing_is_lost():
-    b = learner(cbs=Fails()).to_tpu_distributed(n_cores=N)
+    b = learner(cbs=Fails()).to_tpu_distributed(n_cores=N, processes=True)
     before = [p.clone() for p in b.model.parameters()]
     with pytest.raises(LaunchError, match='no such thing') as e: b.fit(2)
     assert e.value.rank==1 and b.logger is print
@@ -267,9 +267,9 @@ class Slow(Callback):
     def after_batch(self): time.sleep(.05)
 
 def test_ctrl_c_keeps_what_was_reached():
-    b = learner(cbs=Slow()).to_tpu_distributed(n_cores=N)
+    b = learner(cbs=Slow()).to_tpu_distributed(n_cores=N, processes=True)
     b.fit(1)
-    before,pids = [p.clone() for p in b.model.parameters()],[p.pid for p in get_pool(N)._crew.procs]
+    before,pids = [p.clone() for p in b.model.parameters()],[p.pid for p in get_pool(N)._procs.procs]
     def interrupt():
         while not 3<len(b.recorder.losses)<600: time.sleep(.05)
         os.kill(os.getpid(), signal.SIGINT)
@@ -279,37 +279,37 @@ def test_ctrl_c_keeps_what_was_reached():
     n = len(b.recorder.losses)
     assert 0<n<600 and not all(torch.equal(p, q) for p,q in zip(before, b.model.parameters()))
     assert b.opt.state[next(b.model.parameters())]['step']==n+6, 'optimizer and weights are of the same moment'
-    assert [p.pid for p in get_pool(N)._crew.procs]==pids, 'the replicas live on'
+    assert [p.pid for p in get_pool(N)._procs.procs]==pids, 'the replicas live on'
     b.remove_cbs(Slow)
     b.fit(1)
 
 def test_one_core():
-    a,b = learner(),learner().to_tpu_distributed(n_cores=1)
+    a,b = learner(),learner().to_tpu_distributed(n_cores=1, processes=True)
     both(lambda o: o.fit_one_cycle(1, .02), a, b)
     same_state(a, b)
-    assert len(get_pool(1)._crew.procs)==1
+    assert len(get_pool(1)._procs.procs)==1
 
 def test_what_cannot_be_sent_is_named():
-    b = learner().to_tpu_distributed(n_cores=N)
-    b.gate = threading.Lock()
+    b = learner().to_tpu_distributed(n_cores=N, processes=True)
+    b.gate = (o for o in ())
     with pytest.raises(TypeError, match='gate.*cannot be sent'): b.fit(1)
 
 def test_bad_arguments():
     for kw,msg in ((dict(sync_bn='all'), 'sync_bn'), (dict(batch_tfms='gpu'), 'batch_tfms'), (dict(n_cores=0), 'at least 1')):
-        with pytest.raises(ValueError, match=msg): learner().to_tpu_distributed(**kw)
+        with pytest.raises(ValueError, match=msg): learner().to_tpu_distributed(processes=True, **kw)
 
 def test_after_to_tpu_the_cores_are_taken():
     out = run_ok("""
         from fastai.test_utils import synth_learner
         from fastai_xla.all import *
         learn = synth_learner().to_tpu()
-        try: learn.detach_tpu().to_tpu_distributed(n_cores=2)
+        try: learn.detach_tpu().to_tpu_distributed(n_cores=2, processes=True)
         except RuntimeError as e: print(e)""")
     assert 'uses the XLA device, by `to_tpu`' in out and 'restart Python' in out
 
 def test_ctx_and_detach_leave_nothing():
     b = learner()
-    with b.tpu_distributed_ctx(n_cores=N): b.fit(1)
+    with b.tpu_distributed_ctx(n_cores=N, processes=True): b.fit(1)
     assert not hasattr(b, 'tpu_pool_trainer')
     w = b.model[0].weight.clone()
     b.fit(1)

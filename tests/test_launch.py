@@ -4,11 +4,10 @@ import os, signal, sys, time
 import psutil, pytest, torch
 
 from fastai_xla.launch import *
-from fastai_xla.launch.wire import Failed
+from fastai_xla.launch.messages import Failed
 from fastai_xla.runtime import world_size
 from forks import of_pools
 from fresh import repo, run
-from shape import processes
 
 @pytest.fixture(scope='module')
 def pool():
@@ -68,7 +67,7 @@ def test_cores_of_the_environment(monkeypatch):
     monkeypatch.delenv('CPU_NUM_DEVICES')
     assert TPUPool().n_cores == 8
     monkeypatch.setenv('CPU_NUM_PROCESSES', '4')
-    assert TPUPool().n_cores == TPUPool().n_procs == 4 and TPUPool(1).n_procs == 1
+    assert TPUPool().n_cores == 4
 
 # ---- what is refused
 
@@ -76,7 +75,7 @@ def test_errors_before_anything_starts():
     before = of_pools()
     for n in (0, -1):
         with pytest.raises(ValueError, match='`n_cores` must be a whole number, at least 1, or None. Got '): tpu_launch(print, n_cores=n)
-    with pytest.raises(TypeError, match=r"args\[1\]\['file'\] cannot be sent to or from a replica"): tpu_launch(print, 1, dict(a=1, file=open(__file__, 'rb')), n_cores=2)
+    with pytest.raises(TypeError, match=r"args\[1\]\['file'\] cannot be sent to or from a rank"): tpu_launch(print, 1, dict(a=1, file=(o for o in ())), n_cores=2)
     assert of_pools() == before
 
 @pytest.mark.parametrize('kind', ['TPU','NEURON'])
@@ -86,22 +85,26 @@ def test_kinds_of_device(kind, monkeypatch):
 
 @pytest.fixture
 def tpu(monkeypatch):
-    "What `_layout` sees on TPU machines; the number of processes is torch_xla's own arithmetic"
-    import fastai_xla.launch.pool as l, fastai_xla.runtime.device as device
+    "What `layout` sees on TPU machines; the number of processes is torch_xla's own arithmetic"
+    import fastai_xla.launch.xla as l, fastai_xla.runtime.device as device
     from torch_xla._internal import tpu
     def _set(chips, cores):
         for o in (l, device): monkeypatch.setattr(o, 'device_kind', lambda: 'TPU')
-        monkeypatch.setattr(l, 'n_cores_here', lambda: cores)
+        monkeypatch.setattr(l, 'n_cores', lambda: cores)
         monkeypatch.setattr(tpu, 'num_available_chips', lambda: chips)
-        return l._layout
+        return l.layout
     return _set
 
-@pytest.mark.parametrize('chips,cores', [(1,1), (4,4), (8,8), (4,8)])
+@pytest.mark.parametrize('chips,cores', [(1,1), (4,4), (8,8)])
 def test_layout_of_tpus(tpu, chips, cores):
     layout = tpu(chips, cores)
-    assert layout() == layout(cores) == (cores, chips, {}) and layout(1) == (1, 1, {})
+    assert layout() == layout(cores) == (cores, {}) and layout(1) == (1, {})
     with pytest.raises(ValueError, match=f'16 cores were asked for, and this TPU has {cores}'): layout(16)
     with pytest.raises(ValueError, match='`n_cores` must be a whole number, at least 1'): layout(0)
+
+def test_two_cores_a_process(tpu):
+    "as on a TPU v2 or v3, whose cores one process drives together"
+    with pytest.raises(ValueError, match='8 cores in 4 processes.*without `processes=True`'): tpu(4, 8)()
 
 def test_subset_of_a_tpu(tpu):
     with pytest.raises(ValueError, match='2 cores were asked for, and this TPU has 4: use n_cores=4, or None'): tpu(4, 4)(2)
@@ -117,7 +120,7 @@ def error(f):
 
 def odd(): raise Odd(1, 2)
 def local():
-    class Mine(Exception): lock = __import__('threading').Lock()
+    class Mine(Exception): items = (o for o in ())
     raise Mine('locked')
 
 @pytest.mark.parametrize('f,text,cause', [(odd, 'test_launch.Odd: 1', type(None)), (local, 'Mine: locked', type(None)), (lambda: sys.exit(4), 'SystemExit: 4', SystemExit),
@@ -139,9 +142,10 @@ def launch_with_a_child():
     tpu_launch(print, n_cores=2)
 
 @pytest.mark.parametrize('how,text,cause,rank', [
-    (launch_with_a_child, '(?s)Rank 1 failed.*in launch_with_a_child.*RuntimeError: This is a replica already', RuntimeError, 1),
+    (launch_with_a_child, '(?s)Rank 1 failed.*in launch_with_a_child.*RuntimeError: This is a rank already', RuntimeError, 1),
     (lambda: sys.exit(0), 'SystemExit: 0', SystemExit, 1),
-    (lambda: os.kill(os.getpid(), signal.SIGKILL), f'The process of {"rank 1" if processes else "ranks 0, 1"} was killed by SIGKILL', type(None), 1 if processes else None)], ids='launch exit kill'.split())
+    (lambda: os.kill(os.getpid(), signal.SIGKILL), 'The process of rank 1 was killed by SIGKILL', type(None), 1),
+    (os.abort, r'The process of rank 1 was killed by SIGABRT: C\+\+ code gave up.*Fewer cores', type(None), 1)], ids='launch exit kill abort'.split())
 def test_failures(pool, how, text, cause, rank):
     folder = pool.run(folder_of_pool)[0]
     assert of_pools() and os.path.exists(folder)
@@ -155,8 +159,8 @@ def test_failures(pool, how, text, cause, rank):
 def test_one_core_and_a_result_that_cannot_be_sent():
     def f(r, x):
         if r!=0 or world_size()!=1: return 'more'
-        return [x, open(__file__, 'rb')] if x else x
+        return [x, (o for o in ())] if x else x
     with TPUPool(1) as p:
         assert p.run(f, 0) == [0]
-        with pytest.raises(LaunchError, match=r"(?s)result\[1\] cannot be sent to or from a replica.*BufferedReader"): p.run(f, 1)
+        with pytest.raises(LaunchError, match=r"(?s)result\[1\] cannot be sent to or from a rank.*generator"): p.run(f, 1)
     assert not of_pools()

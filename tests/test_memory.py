@@ -1,12 +1,16 @@
 "A training step takes no more memory than that of a hand-written loop, and gives back as much, and a batch that is run again no more than one that is traced, by the account that XLA writes of its graphs"
-from fastai_xla.monitor import read_dump, training_graph
-from fresh import run_ok
+import sys
+from fresh import repo, run_ok
+
+sys.path.insert(0, str(repo/'benchmarks'))
+from dump import read_dump, training_graph
 
 SETUP = """
 import torch, torch_xla
 from torch import nn
 from fastai.vision.all import *
 from fastai_xla.all import *
+import torch_xla
 class Net(nn.Sequential):
     def __init__(self): super().__init__(*[ConvLayer(a, b, stride=2) for a,b in ((3,16),(16,32),(32,64))], nn.Flatten(), nn.Linear(64, 10))
 torch.manual_seed(0)

@@ -1,20 +1,19 @@
-"""The meter's numbers are those that can be computed by hand, in all three forms; it costs no read, run or compilation, and goes on where a training
+"""Throughput is what can be computed by hand, with each strategy; it costs no read, run or compilation, and goes on where a training
 was killed. Norms are those that torch computes. The profile finds where time was spent on purpose, and its trace is written however the fit ends."""
 from types import SimpleNamespace
-import csv, os, time
+import csv, os, threading, time
 import pytest
 from synth import *
 from fastai_xla.runtime.device import xm
-from fastai_xla.monitor.rates import ClockTimes
-from fastai_xla.monitor.meter import BarLine
+from fastai_xla.monitor.throughput import ClockTimes, Throughput
 from fresh import repo as here, run_ok
 
 class Ticks:
-    "Clocks that go on by 2 seconds, of which 1 is the host's and 1.5 the device's, whenever they are read"
+    "Clocks that go on by 2 seconds, in half of which the host works, whenever they are read"
     def __init__(self): self.n = 0.
-    def __call__(self):
+    def __call__(self, dl=None):
         self.n += 1
-        return ClockTimes(2*self.n, self.n, 0., 1.5*self.n)
+        return ClockTimes(2*self.n, self.n, 0.)
 
 def ticking(**kwargs):
     meter = TPUMeter(**{'show': False, **kwargs})
@@ -33,7 +32,7 @@ def test_columns_on_one_core(tmp_path):
     meter = ticking(flops=1e9, peak_flops=1e11)
     learn = mlp_learner(metrics=[accuracy, *meter.metrics('samples','samples_per_sec','mfu','step_ms')], path=tmp_path).to_tpu()
     fit(learn, cbs=[meter, CSVLogger()])
-    assert sums(meter)==[12, 96, 24., 24., 12., 18., 96e9]
+    assert sums(meter)==[12, 96, 24., 24., 12., 12., 96e9]
     rows = [*csv.DictReader((tmp_path/'history.csv').open())]
     assert [[float(o[k]) for k in ('samples','samples_per_sec','mfu','step_ms')] for o in rows]==[[48,4,.04,2000], [96,4,.04,2000]]
     assert [learn.recorder.metric_names[4], *meter.table.frame.samples]==['samples','48','96'] and meter.metrics().attrgot('name')==['samples_per_sec','input_wait']
@@ -46,7 +45,7 @@ def test_operations_are_counted_on_shapes():
     fit(mlp_learner().to_tpu(), 1, cbs=meter)
     forward,inputs = 2*(8*16+16*3),2*16*3
     assert (meter.flops,meter.flops_error)==(2*forward+inputs, None)
-    assert meter.values[0][6]==pytest.approx(48*meter.flops/(12*1e6))
+    assert meter.rates().mfu==meter.values[0][7]==pytest.approx(48*meter.flops/(12*1e6))
     class Odd(nn.Module):
         def __init__(self):
             super().__init__()
@@ -57,7 +56,7 @@ def test_operations_are_counted_on_shapes():
     learn = mlp_learner(splitter=trainable_params)
     learn.model = Odd()
     fit(learn.to_tpu(), 1, cbs=meter)
-    assert meter.values[0][6] is None and 'meta' in meter.flops_error
+    assert meter.values[0][7] is None and 'meta' in meter.flops_error
 
 def test_nothing_is_read_run_or_compiled_for_it():
     def cost(cbs):
@@ -69,51 +68,89 @@ def test_nothing_is_read_run_or_compiled_for_it():
         c = xla_counts()-before
         return [(o.reads,o.compiles,o.nodes) for o in stats.steps], [c.reads, c.executions, c.uploads, c.nodes, c.upload_bytes]
     cost([]) # compiles
-    assert cost([TPUMeter(show=False, peak_flops=1e12)])==cost([])
+    (steps,counts),(steps0,counts0) = cost([TPUMeter(show=False, peak_flops=1e12)]),cost([])
+    assert steps[3:]==steps0[3:] and counts[0]==counts0[0], (steps, steps0)
 
-def test_its_line(capsys):
+RATES = r'[\d,.]+ samples/s, [\d,.]+ ms/step, bottleneck: (device|host|input) \(\d+%\)'
+
+def spoken(out): return [o for o in out.replace('\r', '\n').splitlines() if 'ms/step' in o]
+
+def test_lines_of_a_meter(capsys):
+    "After each epoch, with the time left, and at the end with what the training has taken"
     learn = mlp_learner().to_tpu()
     with learn.no_bar(): learn.fit(2, cbs=TPUMeter())
-    lines = [o for o in capsys.readouterr().out.splitlines() if 'samples/s' in o]
-    assert len(lines)==2 and re.fullmatch(r'\S+ samples/s; a step \S+ ms: device \S+, host \S+, waits for input \d+%; 48 samples in \S+ core hours; compiled for \S+ s, \d+ s left', lines[0])
-    assert 'left' not in lines[1] and 'samples/s' not in (fit(learn, 1, cbs=TPUMeter()), capsys.readouterr().out)[1]
-    with learn.no_logging(): learn.fit(1, cbs=[meter := TPUMeter(), look := Look()])
-    assert look.seen and all(re.fullmatch(r'[\d.]* \| \S+ samples/s, waits \d+%, \d+ s left', o) for o in look.seen)
-
-def spoken(out): return [o for o in out.replace('\r', '\n').splitlines() if 'waits for input' in o]
+    first,second,last = spoken(capsys.readouterr().out)
+    assert re.fullmatch(RATES+r', [\d:]+ left', first) and re.fullmatch(RATES, second)
+    assert re.fullmatch('CPU: '+RATES+r', \S+ s compiling; in all 96 samples, \S+ core hours', last)
+    assert not (fit(learn, 1, cbs=TPUMeter()), spoken(capsys.readouterr().out))[1]
+    with learn.no_bar(): learn.fit(1, cbs=TPUMeter(show=False))
+    assert not spoken(capsys.readouterr().out)
 
 @pytest.fixture
 def ticks(monkeypatch):
-    monkeypatch.setattr('fastai_xla.monitor.speed.read_clocks', Ticks())
-    monkeypatch.setattr(BarLine, 'every', float('inf'))
-    monkeypatch.setattr('fastai_xla.data.loader.time', SimpleNamespace(perf_counter=lambda: 0.)) # by which no batch is waited for
+    monkeypatch.setattr('fastai_xla.monitor.throughput.read_clocks', Ticks())
+    monkeypatch.setattr(Throughput, 'text_every', float('inf'))
 
-def test_speed_without_a_callback(capsys, ticks):
-    "A line at the end of a fit, a row for each epoch; an epoch of 48 samples is between two looks at the clocks, so 2 seconds"
+def test_without_a_callback(capsys, ticks):
+    "A line at the end of a fit, in one line of a terminal, and a row for each epoch; nothing stays with the Learner"
     learn = mlp_learner().to_tpu()
     cbs = list(learn.cbs)
     learn.fit(2, 1e-2)
-    assert spoken(capsys.readouterr().out)==['24 samples/s; a step 333.3 ms: device 250, host 166.7, waits for input 0%; compiled for 0.0 s']
+    line, = spoken(capsys.readouterr().out)
+    assert re.fullmatch(r'CPU: 4 samples/s, 2,000 ms/step, bottleneck: (device|host) \(50%\), [\d.e-]+ s compiling', line) and len(line)<80
     rows = learn.training_speed.frame
-    assert [*rows.samples]==['48','96'] and [*rows.samples_per_sec]==['24','24'] and [*rows.step_ms]==['333.3','333.3'] and list(learn.cbs)==cbs
+    assert [*rows.epoch]==['0','1'] and [*rows.samples]==['48','96'] and [*rows.samples_per_sec]==['4','4'] and [*rows.step_ms]==['2000','2000'] and list(learn.cbs)==cbs
     assert [*learn.recorder.metric_names]==['epoch','train_loss','valid_loss','accuracy','time'], "fastai's table is as it was"
 
-BESIDE = r'[\d.]* \| [\d.e+]+ samples/s(, waits \d+%)?, \d+ s left'
+def test_its_parts_add_up(capsys):
+    "of a fit that spends its time in the host, in the loader, and in the device"
+    def shares(cbs=(), data=vectors(96)):
+        learn = mlp_learner()
+        learn.dls.train = TfmdDL(data, bs=8, num_workers=0)
+        learn.to_tpu().fit(1)
+        capsys.readouterr()
+        learn.fit(1, cbs=cbs)
+        rates = learn.training_speed.frame.iloc[0]
+        shares = [float(rates[o]) for o in ('device_wait','host_work','input_wait')]
+        assert .99<=sum(shares)<=1.01
+        what = re.search(RATES, spoken(capsys.readouterr().out)[0])[1]
+        assert what==('device','host','input')[shares.index(max(shares))]
+        return shares
+    class Computes(Callback):
+        def after_pred(self):
+            until = time.thread_time()+.03
+            while time.thread_time()<until: pass
+    found = shares(Slow('after_pred')),shares(Computes()),shares(data=SlowItems(vectors(96)))
+    assert [max(range(3), key=lambda j: found[j][i]) for i in range(3)]==[0,1,2], found # a thread that sleeps waits, as for the device
 
-def test_speed_in_the_bar(monkeypatch, tmp_path):
-    "Beside the loss, and beside a graph; of an epoch in which a checkpoint passes over batches, from where it goes on"
-    monkeypatch.setattr(BarLine, 'every', 0.)
+def test_the_bar_counts_while_the_first_steps_compile(monkeypatch):
+    "Each second; also if the batch fails, nothing counts on"
+    said = []
+    monkeypatch.setattr('fastai_xla.monitor.throughput.bar_waits', lambda learn, text: said.append(text))
+    class Slowly(Callback):
+        def after_pred(self): time.sleep(1.3*(self.training and self.train_iter<2))
+    learn = mlp_learner().to_tpu()
+    learn.fit(1, cbs=Slowly())
+    assert said==['compiling the first steps (1 s)','']*2, said
+    class Fails(Callback):
+        def after_pred(self): raise KeyError('a fault')
+    with pytest.raises(KeyError): learn.fit(1, cbs=Fails())
+    assert not [o for o in threading.enumerate() if '_tick' in o.name], threading.enumerate()
+
+BESIDE = r'[\d.]* \| [\d,.]+ samples/s(, waits \d+% for input)?, [\d:]+ left'
+
+def test_in_the_bar(monkeypatch, tmp_path):
+    "Beside the loss, and beside a graph; of an epoch in which a checkpoint skips batches, from where it goes on"
+    monkeypatch.setattr(Throughput, 'text_every', 0.)
     learn = mlp_learner().to_tpu(fetch_every=0)
     learn.fit(1, cbs=[look := Look(), ShowGraphCallback()])
     assert len(look.seen)==6 and all(re.fullmatch(BESIDE, o) for o in look.seen), look.seen
-    assert 'after_batch' not in vars(learn.progress), 'given back'
     with pytest.raises(Killed): fit(mlp_learner().to_tpu(), 1, cbs=[TPUCheckpoint(tmp_path, every=1), Kill(3)])
     learn = mlp_learner().to_tpu(fetch_every=0)
     learn.fit(1, cbs=[look := Look(), resume_from(tmp_path, every=1)])
-    assert [len(o.split(' | ')) for o in look.seen]==[1,2,2] and all(re.fullmatch(BESIDE, o) for o in look.seen[1:]), look.seen
-    assert not len(learn.training_speed), 'no row for half an epoch'
+    assert len(look.seen)==3 and all(re.fullmatch(BESIDE, o) for o in look.seen), look.seen
 
-def test_speed_is_quiet(capsys):
+def test_quiet(capsys):
     learn = mlp_learner().to_tpu()
     with learn.no_bar(): learn.fit(1)
     assert len(spoken(capsys.readouterr().out))==1, 'the line at the end'
@@ -122,11 +159,9 @@ def test_speed_is_quiet(capsys):
     plain = mlp_learner()
     plain.fit(1)
     assert not spoken(capsys.readouterr().out) and len(learn.training_speed)==1
-    learn.fit(2, cbs=TPUMeter())
-    assert ['; a step' in o for o in spoken(capsys.readouterr().out)]==[True,True], 'its own lines, and no other'
     with pytest.raises(RuntimeError, match='has not been trained on a device'): plain.training_speed
 
-def test_speed_costs_no_read_run_or_compilation(monkeypatch):
+def test_costs_no_read_run_or_compilation(monkeypatch):
     from fastai_xla.patches import learner as doors
     def cost():
         learn,stats = mlp_learner().to_tpu(fetch_every=1e9),XLAStats()
@@ -141,31 +176,32 @@ def test_speed_costs_no_read_run_or_compilation(monkeypatch):
     monkeypatch.setattr(doors, '_around', {})
     assert timed==cost()
 
-def test_speed_counts_what_this_process_did(tmp_path, ticks):
-    "Not an epoch of which a checkpoint has passed over a part, nor the rest of one that was left early; the last, smaller batch by its samples"
+def test_counts_what_this_process_trained(tmp_path, ticks):
+    "Of an epoch of which a checkpoint skips a part, or that is left early, that part; the last, smaller batch by its samples"
     with pytest.raises(Killed): fit(mlp_learner().to_tpu(), 3, cbs=[TPUCheckpoint(tmp_path, every=1), Kill(9)])
     learn = fit(mlp_learner().to_tpu(), 3, cbs=resume_from(tmp_path, every=1))
-    assert [*learn.training_speed.frame.samples]==['48']
+    assert learn.training_speed.frame[['epoch','samples']].values.tolist()==[['1','24'], ['2','72']]
     class Leave(Callback):
         def after_batch(self):
             if self.training and self.iter==1: raise CancelTrainException
-    assert [*fit(learn, 1, cbs=Leave()).training_speed.frame.samples]==['16']
+    assert [*fit(learn, 1, cbs=Leave()).training_speed.frame.samples]==['8'] # the batch that is left is not counted
     learn = mlp_learner()
     learn.dls.train = TfmdDL(vectors(20), bs=8, num_workers=0)
     assert [*fit(learn.to_tpu(), 1).training_speed.frame.samples]==['20']
 
-def test_speed_in_a_pool():
-    "The line and the rows of all cores come home"
+def test_in_a_pool():
+    "The line and the rows of all cores are the notebook's; what is said of NaN, too"
     out = run_ok("""
+        import math
         from fastai.test_utils import synth_learner
         from fastai_xla.all import *
-        learn = synth_learner(n_trn=4).to_tpu_distributed(n_cores=2)
+        learn = synth_learner(n_trn=4).to_tpu_distributed(n_cores=2, processes=True)
         from fastai.basics import Callback
         from fastai.callback.progress import ShowGraphCallback
         class Quick(Callback):
             def before_fit(self):
-                from fastai_xla.monitor.meter import BarLine
-                BarLine.every = 0.
+                from fastai_xla.monitor.throughput import Throughput
+                Throughput.text_every = 0.
         class Watch(ShowGraphCallback):
             def before_fit(self): self.seen,self.nb_batches = [],[]
             def before_batch(self): self.seen.append(self.progress.pbar.comment)
@@ -173,13 +209,14 @@ def test_speed_in_a_pool():
         learn.fit(2, cbs=[watch := Watch(), Quick()])
         print('rows', *learn.training_speed.frame.samples)
         print('seen', *watch.seen, sep='\\n')
-        learn.fit(1, cbs=[watch := Watch(), Quick(), TPUMeter()])
-        print('seen', *watch.seen, sep='\\n')
-        with learn.no_logging(): learn.fit(1)""", '-W', 'error:You are shadowing', **child)
-    line,_ = spoken(out)
-    assert re.fullmatch(r'\S+ samples/s \(\S+ a core\); a step \S+ ms: device \S+, host \S+, waits for input \d+%; compiled for \d+\.\d s', line) and 'rows 64 128' in out
-    said = [o for part in out.split('\nseen\n')[1:] for o in part.splitlines()[:4] if ' | ' in o[:20]]
-    assert [bool(re.fullmatch(BESIDE, o)) for o in said]==[True,True,False] and ' a core), waits' in said[2], said
+        learn.fit(1, cbs=TPUMeter())
+        with learn.no_logging(): learn.fit(1)
+        learn.fit(1, lr=math.nan)""", '-W', 'error:You are shadowing', **child)
+    lines = spoken(out)
+    assert len(lines)==4 and re.fullmatch('2x CPU: '+RATES+r', \S+ s compiling', lines[0]) and 'rows 64 128' in out
+    assert re.fullmatch(RATES, lines[1]) and ' core hours' in lines[2] and out.count('The losses of epoch 0 are not finite')==1
+    said = [o for o in out.split('\nseen\n')[1].splitlines()[:4] if ' | ' in o[:20]]
+    assert said and all(re.fullmatch(BESIDE, o) for o in said)
 
 class Look(Callback):
     "The comments that the bar had"
@@ -203,8 +240,8 @@ def test_goes_on_where_it_was_killed(tmp_path, at):
     "In the first epoch, and in the second; the batches that are passed over cost nothing"
     with pytest.raises(Killed): fit(mlp_learner().to_tpu(), cbs=[ticking(), TPUCheckpoint(tmp_path, every=1), Kill(at)])
     learn = fit(mlp_learner().to_tpu(), cbs=[meter := ticking(), resume_from(tmp_path, every=1)])
-    assert sums(meter)[:4]==[12, 96, 24., 24.] and len(meter.values)==2 and learn.train_iter==12
-    assert meter.values[1][:3]==(4., 4., 2000.) and meter.span['steps']==(3 if at==9 else 6), 'an epoch counts from where it goes on'
+    assert sums(meter)[:4]==[12, 96, 24., 24.] and [o[0] for o in meter.values]==[0,1] and learn.train_iter==12
+    assert meter.values[1][1:4]==(4., 4., 2000.) and meter.span['steps']==(3 if at==9 else 6), 'an epoch counts from where it goes on'
 
 def test_lr_find_is_not_counted():
     learn = mlp_learner(cbs=(meter := ticking())).to_tpu()
@@ -241,7 +278,7 @@ def test_slow_input_is_waited_for():
     learn.dls.train = TfmdDL(SlowItems(vectors(48)), bs=8, num_workers=0)
     meter = TPUMeter(show=False)
     prof = profiled(learn=learn.to_tpu(), cbs=meter)
-    assert sum(o['wait'][0] for o in prof.steps)>.5*prof.seconds['wall'] and meter.values[-1][5]>.5
+    assert sum(o['wait'][0] for o in prof.steps)>.5*prof.seconds['wall'] and meter.rates().input_wait>.5
 
 def test_validation_is_not_profiled():
     prof = profiled((4,8), cbs=Slow('after_batch', training=False))
@@ -257,9 +294,6 @@ def test_the_trace_is_written_however_a_fit_ends(tmp_path):
     fit(learn, cbs=(again := StepProfiler((0,2))))
     assert len(again.steps)==2 and Path(again.file).is_relative_to(tmp_path/'profile')
     with pytest.warns(UserWarning, match='the fit had 12 steps, and the first to look at is 90. Choose earlier `steps`'): fit(learn, cbs=StepProfiler((90,95)))
-    ax = again.plot()
-    assert len(ax.containers)==8 and [round(o.get_width(), 6) for o in ax.containers[2]]==[round(o['forward'][0]*1e3, 6) for o in again.steps]
-    plt.close('all')
 
 class TorchNorms(Callback):
     "What `NormMeter` notes, by torch's own norm"
@@ -314,7 +348,7 @@ def test_norms_come_with_the_losses():
 def test_on_replicas(tmp_path):
     "Samples of all, seconds of one: as many core seconds as two cores take"
     out = run_ok(f"""
-        from fastai_xla.all import use_virtual_cores
+        from threads import run_replicas, use_virtual_cores
         use_virtual_cores(2)
         from test_meter import *
         learns = [mlp_learner(bs=4, cbs=[ticking(), StepProfiler((1,3), folder="{tmp_path}")]) for _ in range(2)]
@@ -322,14 +356,11 @@ def test_on_replicas(tmp_path):
             meter = fit(learns[rank].to_tpu_distributed()).tpu_meter
             prof = learns[rank].step_profiler
             speed = [int(o) for o in learns[rank].training_speed.frame.samples]
-            return *sums(meter)[:6],*meter.values[-1][:3],meter.n_here,len(prof.steps),bool(prof.file),*speed
-        def norms(fsdp): return run_replicas(lambda rank: norms_of(plain[rank].to_tpu_distributed(fsdp=fsdp)), n=2)
-        want = torch_norms()
-        for fsdp in (False,True):
-            plain = [plain_net_learner(bs=4) for _ in range(2)]
-            for got in norms(fsdp): close([want[0], want[2]] if fsdp else want, [got[0], got[2]] if fsdp else got, rtol=1e-4)
+            return *sums(meter)[:6],*meter.values[-1][1:4],meter.n_here,len(prof.steps),bool(prof.file),*speed
+        plain = [plain_net_learner(bs=4) for _ in range(2)]
+        for got in run_replicas(lambda rank: norms_of(plain[rank].to_tpu_distributed()), n=2): close(torch_norms(), got, rtol=1e-4)
         print(run_replicas(f, n=2))""", **child)
-    assert out.splitlines()[-1]=='[(12, 96, 24.0, 48.0, 12.0, 9.0, 4.0, 2.0, 2000.0, 2, 2, True, 48, 96), (12, 96, 24.0, 48.0, 12.0, 9.0, 4.0, 2.0, 2000.0, 2, 2, False, 48, 96)]'
+    assert out.splitlines()[-1]=='[(12, 96, 24.0, 48.0, 12.0, 12.0, 4.0, 2.0, 2000.0, 2, 2, True, 48, 96), (12, 96, 24.0, 48.0, 12.0, 12.0, 4.0, 2.0, 2000.0, 2, 2, False, 48, 96)]'
 
 def test_sharded():
     out = run_ok("""
@@ -341,6 +372,6 @@ def test_sharded():
         os.environ['TPU_ACCELERATOR_TYPE'] = 'v5litepod-8' # what a machine says of itself; devices do not under SPMD
         fit(learn, cbs=(meter := ticking()))
         close(torch_norms(), norms_of(plain_net_learner().to_tpu_sharded(fsdp=2)), rtol=1e-4)
-        print(len(learn.dls.train), sums(meter)[:6], meter.values[-1][:2], meter.n_here, meter.peak, meter.flops,
+        print(len(learn.dls.train), sums(meter)[:6], meter.values[-1][1:3], meter.n_here, meter.peak, meter.flops,
             *learn.training_speed.frame.samples)""", **child)
-    assert out.splitlines()[-1]=='10 [20, 320, 40.0, 80.0, 20.0, 30.0] (8.0, 4.0) 1 197000000000000.0 4.0 160 320', "a weight takes four operations a sample"
+    assert out.splitlines()[-1]=='10 [20, 320, 40.0, 80.0, 20.0, 20.0] (8.0, 4.0) 1 197000000000000.0 4.0 160 320', "a weight takes four operations a sample"

@@ -3,6 +3,7 @@ import math, os, warnings
 import pytest
 from fastai.basics import *
 from fastai_xla.all import *
+from threads import run_replicas, use_virtual_cores
 from fresh import repo as here, run_ok
 
 for _nm in [o for o in dir() if o.startswith('test')]: del globals()[_nm] # fastcore's own would be collected as tests

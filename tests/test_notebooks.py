@@ -1,5 +1,6 @@
-"Each notebook runs from top to bottom in a kernel, so a process, of its own (see kernels.py); a failure shows the cell and its traceback."
-import re
+"""Each notebook runs from top to bottom in a process of its own; a failure shows the cell and its traceback. Those that export modules run without a kernel
+(see cells.py), those that users run have one (see kernels.py)."""
+import subprocess
 from pathlib import Path
 
 import nbformat, pytest
@@ -7,10 +8,21 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, DeadKernelError
 
 import kernels
+from cells import not_run
+from forks import Forked
 
 nbs = Path(__file__).parent.parent/'nbs'
-notebooks = sorted(nbs.glob('*.ipynb')) + sorted(nbs.glob('guide/*.ipynb')) + sorted(nbs.glob('tutorials/*.ipynb'))
-not_run = re.compile(r'^#\|\s*(eval:\s*false|notest|tpu|slow)\b', re.M)
+modules = sorted(nbs.glob('[0-9]*.ipynb'))
+pages = sorted({*nbs.glob('*.ipynb'), *nbs.glob('guide/*.ipynb'), *nbs.glob('tutorials/*.ipynb')}-{*modules})
+name_of = lambda o: str(o.relative_to(nbs))
+
+class Cells(Forked): kind = 'cells'
+
+def run_module(path, folder, timeout=600):
+    "Run the cells of `path` in `folder`: exit code and what was printed"
+    p = Cells([str(Path(__file__).parent/'cells.py'), str(path)], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try: return p.communicate(timeout=timeout)[0],p.returncode
+    finally: p.kill()
 
 def execute(nb, folder, timeout=600):
     "Run the cells of `nb` in `folder`"
@@ -26,8 +38,19 @@ def run_cells(*cells, folder):
 def environ(monkeypatch):
     monkeypatch.setenv('IN_TEST', '1')  # the cell that exports the notebook does nothing
 
-@pytest.mark.parametrize('path', notebooks, ids=[str(o.relative_to(nbs)) for o in notebooks])
-def test_notebook_runs(path, tmp_path):
+@pytest.mark.parametrize('path', modules, ids=name_of)
+def test_module_runs(path, tmp_path):
+    out,code = run_module(path, tmp_path)
+    assert code==0, out
+
+def test_failure_in_a_module_is_shown(tmp_path):
+    nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(o) for o in ('x = 6', '#| eval: false\n1/0', 'assert x*7==41, "not 41"')])
+    nbformat.write(nb, tmp_path/'a.ipynb')
+    out,code = run_module(tmp_path/'a.ipynb', tmp_path)
+    assert code==1 and 'Cell 2:\nassert x*7==41' in out and 'not 41' in out and 'ZeroDivisionError' not in out
+
+@pytest.mark.parametrize('path', pages, ids=name_of)
+def test_page_runs(path, tmp_path):
     nb = nbformat.read(path, as_version=4)
     nb.cells = [o for o in nb.cells if not (o.cell_type=='code' and not_run.search(o.source))]
     execute(nb, tmp_path)

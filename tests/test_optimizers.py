@@ -152,19 +152,19 @@ def test_a_schedule_of_every_hyper():
     same(plain, tpu)
     close(plain.recorder.hps, tpu.recorder.hps)
 
-# ---- steps that are run again
+# ---- steps that are replayed
 
 class Changes(Callback):
     "Does `f` to the optimizer after batch `at` of each epoch"
-    replayable,run_valid = True,False
+    run_valid = False
     def __init__(self, f, at=8): self.f,self.at = f,at
     def after_batch(self):
         if self.train_iter==self.at: self.f(self.opt)
 
 def two_epochs(learn): learn.fit(2, 1e-2)
 
-def run_again(train=two_epochs, mk=mlp_learner, cbs=lambda: None, **kwargs):
-    "The Learner whose steps are run again where they can, after it is seen to be that whose steps are all traced"
+def replayed(train=two_epochs, mk=mlp_learner, cbs=lambda: None, **kwargs):
+    "The Learner whose steps are replayed where they can, after it is seen to be that whose steps are all traced"
     def go(replay):
         learn = twin(mk, n_trn=160, cbs=cbs(), **kwargs).to_tpu(replay=replay)
         with learn.no_bar(),learn.no_logging(): train(learn)
@@ -215,11 +215,11 @@ CHANGES = dict( # the optimizer, what is done to it, and how many of 40 steps ar
 def test_changed_between_steps(name):
     "What of an optimizer decides about the program of a step is seen to change"
     opt,f,n = CHANGES[name]
-    replay = run_again(opt_func=opt, cbs=lambda: Changes(f)).replay
-    assert n<=replay.n_replayed<=(37 if name=='decay' else 36), replay
+    replay = replayed(opt_func=opt, cbs=lambda: Changes(f)).replay
+    assert n<=replay.n_replayed<=(38 if name=='decay' else 36), replay
 
 def test_beta_of_a_schedule():
-    learn = run_again(opt_func=partial(RAdam, beta=0.), cbs=lambda: ParamScheduler({'beta': lambda p: 0. if p<.3 else 5.}))
+    learn = replayed(opt_func=partial(RAdam, beta=0.), cbs=lambda: ParamScheduler({'beta': lambda p: 0. if p<.3 else 5.}))
     assert learn.replay.n_replayed>=30, learn.replay
 
 class Counts:
@@ -258,52 +258,50 @@ def within_fit(name):
         learn.n = vars(learn.opt)[name].n
     return train
 
-def no_step(opt): return f'the step of {opt} is not one operation on the device'
-def own_zeros(opt): return f'{opt} has a `zero_grad` of its own, which must run in each step'
-OWN = dict( # the optimizer, how it trains, how often the own method is called, and why steps are traced
-    step              = (SGD, with_own('step', sgd_by_hand), 20, no_step('Optimizer')),
-    step_around       = (SGD, with_own('step'), 20, no_step('Optimizer')),
-    step_within       = (SGD, within_fit('step'), 32, no_step('Optimizer')),
-    torch_step        = (torch_opt(torch.optim.SGD), with_own('step'), 20, no_step('OptimWrapper')),
-    torch_step_within = (torch_opt(torch.optim.SGD), within_fit('step'), 32, no_step('OptimWrapper')),
-    torch_inner       = (torch_opt(torch.optim.SGD), with_own('step', owner=lambda o: o.opt), 20, no_step('OptimWrapper')),
-    lookahead         = (lookahead_adam, with_own('step'), 20, no_step('Lookahead')),
-    lookahead_within  = (lookahead_adam, within_fit('step'), 32, no_step('Lookahead')),
-    zeros             = (SGD, with_own('zero_grad'), 20, own_zeros('Optimizer')),
-    zeros_within      = (SGD, within_fit('zero_grad'), 32, own_zeros('Optimizer')),
-    torch_zeros       = (torch_opt(torch.optim.SGD), with_own('zero_grad'), 20, own_zeros('OptimWrapper')),
-    torch_zeros_inner = (torch_opt(torch.optim.SGD), with_own('zero_grad', owner=lambda o: o.opt), 20, own_zeros('OptimWrapper')))
+OWN = dict( # the optimizer, how it trains, how often the own method is called
+    step              = (SGD, with_own('step', sgd_by_hand), 20),
+    step_around       = (SGD, with_own('step'), 20),
+    step_within       = (SGD, within_fit('step'), 32),
+    torch_step        = (torch_opt(torch.optim.SGD), with_own('step'), 20),
+    torch_step_within = (torch_opt(torch.optim.SGD), within_fit('step'), 32),
+    torch_inner       = (torch_opt(torch.optim.SGD), with_own('step', owner=lambda o: o.opt), 20),
+    lookahead         = (lookahead_adam, with_own('step'), 20),
+    lookahead_within  = (lookahead_adam, within_fit('step'), 32),
+    zeros             = (SGD, with_own('zero_grad'), 20),
+    zeros_within      = (SGD, within_fit('zero_grad'), 32),
+    torch_zeros       = (torch_opt(torch.optim.SGD), with_own('zero_grad'), 20),
+    torch_zeros_inner = (torch_opt(torch.optim.SGD), with_own('zero_grad', owner=lambda o: o.opt), 20))
 
 @pytest.mark.parametrize('name', OWN)
 def test_methods_that_are_replaced(name):
-    "A `step` or `zero_grad` that somebody puts on an optimizer runs in each step, and the steps say so"
-    opt,train,n,why = OWN[name]
-    learn = run_again(train, opt_func=opt)
-    assert learn.n==n and 3<=learn.replay.n_replayed<=19 and learn.replay.why==why, (learn.n, learn.replay)
+    "A `step` or `zero_grad` that somebody puts on an optimizer runs in each step, replayed or not"
+    opt,train,n = OWN[name]
+    learn = replayed(train, opt_func=opt)
+    assert learn.n==n and learn.replay.n_replayed>=25, (learn.n, learn.replay)
 
 def test_a_class_with_zero_grad():
-    learn = run_again(opt_func=lambda ps, **kw: Own(ps, [fo.sgd_step], lr=1e-2))
-    assert (learn.opt.n,learn.replay.n_replayed,learn.replay.why)==(40,0,own_zeros('Own')), learn.replay
+    learn = replayed(opt_func=lambda ps, **kw: Own(ps, [fo.sgd_step], lr=1e-2))
+    assert learn.opt.n==40 and learn.replay.n_replayed>=30, learn.replay
 
 def test_a_class_with_all_params():
     "Parameters that an optimizer leaves out stay as they are"
     class Fewer(Optimizer):
         def all_params(self, n=slice(None), with_grad=False): return super().all_params(n, with_grad)[1:]
-    learn = run_again(opt_func=lambda ps, **kw: Fewer(ps, [fo.sgd_step], lr=1e-2))
-    assert learn.replay.n_replayed==0 and learn.replay.why==no_step('Fewer'), learn.replay
+    learn = replayed(opt_func=lambda ps, **kw: Fewer(ps, [fo.sgd_step], lr=1e-2))
+    assert learn.replay.n_replayed>=30, learn.replay
     same(*both(lambda l: l.fit(2, 1e-2), opt_func=lambda ps, **kw: Fewer(ps, [fo.sgd_step], lr=1e-2))[:2])
 
-@pytest.mark.parametrize('name,why', dict(step=no_step('Optimizer'), zero_grad=own_zeros('Optimizer')).items())
-def test_fastai_is_patched(name, why, monkeypatch):
-    "Who replaces a method of fastai's has it called"
+@pytest.mark.parametrize('name', ['step','zero_grad'])
+def test_fastai_is_patched(name, monkeypatch):
+    "Who replaces a method of fastai's has it called, in each step"
     stock,n = getattr(Optimizer, name),[0]
     @wraps(stock)
     def own(self, *args, **kwargs):
         n[0] += 1
         return stock(self, *args, **kwargs)
     monkeypatch.setattr(Optimizer, name, own)
-    learn = run_again(opt_func=SGD)
-    assert n==[80] and (learn.replay.n_replayed,learn.replay.why)==(0,why), (n, learn.replay)
+    learn = replayed(opt_func=SGD)
+    assert n==[80] and learn.replay.n_replayed>=30, (n, learn.replay)
 
 def test_a_stepper_around_fastais():
     "One that only looks like fastai's runs itself"
@@ -313,9 +311,9 @@ def test_a_stepper_around_fastais():
     same(plain, tpu)
 
 def test_masked_steps_after_others():
-    "Steps whose numbers depend on those that were left out are no steps like those before"
+    "Their numbers depend on those that were left out"
     def train(learn):
         learn.fit(1, 1e-2)
         learn.fit(1, 1e-2, cbs=NaNGuard('skip'))
         learn.fit(1, 1e-2)
-    assert 30<=run_again(train).replay.n_replayed<=38
+    assert replayed(train).replay.n_replayed>=45

@@ -347,10 +347,6 @@ def test_iterators_without_the_patch():
     a = twin(named_images, cbs=[cb := Copies('after_batch', dict(pickle=pickled))])
     with without(DataLoader, '__getstate__'), pytest.raises(TypeError, match='generator'): a.fit(1)
 
-def test_xla_loader_without_the_patch():
-    a = twin(mlp_learner, tpu=True, cbs=Copies('after_batch', dict(cloudpickle=cloudpickled)))
-    with without(DataLoader, '__getstate__'), pytest.raises(TypeError, match='_thread.RLock'): a.fit(1)
-
 def test_deepcopy_without_the_patch():
     a = twin(cbs=Copies('after_batch', dict(deepcopy=deepcopy)))
     with without(Learner, '__deepcopy__'), pytest.raises(RuntimeError, match='graph leaves'): a.fit(1)
@@ -442,12 +438,10 @@ def test_torch_xla_finds_the_gradients(opt_func):
     with without(fastai.optimizer._BaseOptimizer, '__getstate__'), pytest.raises((KeyError, AttributeError)): _fetch_gradients(learn.opt)
 
 replicas = '''
-    from shape import take_shape
-    take_shape()
     import torch_xla, torch_xla.core.xla_model as xm
     from fastai.vision.all import *
     from fastai_xla.all import *
-    from fastai_xla.virtual_cores import run_replicas
+    from threads import run_replicas
     opts = dict(Adam=Adam, ranger=partial(ranger, k=2), AdamW=partial(OptimWrapper, opt=torch.optim.AdamW))
     def train(opt_func, grads, step, dev):
         p = nn.Parameter(torch.linspace(-1, 1, 4).to(dev))
@@ -467,11 +461,8 @@ replicas = '''
     for (n,s),res in got.items():
         want = train(opts[n], g.mean(1), lambda o: o.step(), 'cpu')
         for r in res: torch.testing.assert_close(r, want, msg=lambda m: f'{n} {s}: {m}')
-    def unpatched(rank):
-        undo_patches() # where this is another process
-        return replica(rank, Adam, xm.optimizer_step)
     undo_patches()
-    try: run_replicas(unpatched, n=2)
+    try: run_replicas(replica, Adam, xm.optimizer_step, n=2)
     except (KeyError, AttributeError) as e: print(len(got), type(e).__name__)
 '''
 

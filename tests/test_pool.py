@@ -4,12 +4,14 @@ import os, signal, subprocess, threading, time
 import numpy as np, psutil, pytest, torch
 
 from fastai_xla.launch import *
-from fastai_xla.launch.crew import _start_process
+from fastai_xla.launch.launcher import start_process
 from fastai_xla.runtime import xla_counts
-from fastai_xla.runtime import first_signal, rank, world_size
+from fastai_xla.runtime import rank, world_size
+from fastai_xla.runtime.signals import first_signal
 from fastai_xla.runtime.device import xm
 from forks import Forked
 from fresh import repo
+from fastai_xla.launch.worker import post, stop_requested
 
 @pytest.fixture(scope='module')
 def pool():
@@ -24,7 +26,7 @@ def gone(pids, seconds=8):
     while time.time()<until and any(map(runs, pids)): time.sleep(.05)
     return not any(map(runs, pids))
 
-def pids(pool): return [p.pid for p in pool._crew.procs]
+def pids(pool): return [p.pid for p in pool._procs.procs]
 def pid(rank): return os.getpid()
 
 # ---- calls
@@ -141,10 +143,10 @@ def test_large_tensors_and_arrays_are_shared_and_private(pool):
     assert t.data_ptr()==ptr
 
 def test_no_shared_memory_left(monkeypatch, pool):
-    import fastai_xla.launch.carry as l
+    import fastai_xla.launch.serialization as l
     def full(s): raise RuntimeError('No space left on device')
-    monkeypatch.setattr(l, '_shared', full)
-    with pytest.warns(UserWarning, match='2 MB are copied to each replica.*No space left'):
+    monkeypatch.setattr(l, '_share', full)
+    with pytest.warns(UserWarning, match='2 MB are copied to each rank.*No space left'):
         assert pool.run(lambda r, t: float(t.sum()), torch.ones(2**19)) == [2.**19]*2
 
 # ---- idleness
@@ -208,6 +210,7 @@ def test_ctrl_c_while_opening(pool, monkeypatch):
 kernel_cell = """
 import sys; sys.path.append({tests!r})
 from fastai_xla.launch import *
+from fastai_xla.launch.worker import stop_requested
 import time, traceback
 class Point:
     def __init__(self, x): self.x = x
@@ -230,7 +233,7 @@ def f(rank):
 try: pool.run(f)
 except KeyboardInterrupt as e: print(len(e.results), len(set(e.results)), pool.is_open)
 print(pool.run(lambda rank: rank))
-print(pool._crew.procs[0].pid)"""
+print(pool._procs.procs[0].pid)"""
 
 def test_notebook():
     "What its cells define travels with their source; Jupyter sends SIGINT to the kernel's process group; prints are live; a killed kernel leaves nothing"
@@ -260,14 +263,14 @@ def uneven(rank):
 def test_uneven_replicas_fail_in_seconds(pool):
     pool.run(pid)
     old,start = pids(pool),time.time()
-    with pytest.raises(LaunchError, match='(?s)replica 1, which has returned') as e: pool.run(uneven)
+    with pytest.raises(LaunchError, match='(?s)rank 1, which has returned') as e: pool.run(uneven)
     assert e.value.rank == 0 and time.time()-start < 5 and e.value.kept and pids(pool)==old
     assert [o[0] for o in pool.run(step, 1.)]==[[6.,9.]]*2, 'they can do collectives'
 
 def test_idle_pool_that_was_killed_is_replaced(pool):
     old = pool.run(pid)
     os.kill(old[0], signal.SIGKILL)
-    pool._crew.procs[0].wait(5)
+    pool._procs.procs[0].wait(5)
     assert not pool.is_open and pool.run(pid) != old
 
 def test_error_in_on_message(pool):
@@ -279,7 +282,7 @@ def test_close_is_fast_and_runs_exit_handlers(tmp_path):
     def f(rank, path): __import__('atexit').register(lambda: (path/'left').touch())
     with TPUPool(1) as p:
         p.run(f, tmp_path)
-        process,start = p._crew.procs[0],time.time()
+        process,start = p._procs.procs[0],time.time()
     assert time.time()-start < 2 and process.returncode==0 and (tmp_path/'left').exists()
 
 def test_one_pool_at_a_time_and_none_that_was_collected(pool):
@@ -311,10 +314,9 @@ class Processes(TPUPool):
     "One process per core; a module that Python imports at its start gives the first one the last rank"
     def __init__(self, n, path, **env):
         super().__init__(n)
-        self.n_procs,self.path = n,path
-        self._env = dict(PJRT_DEVICE='CPU', CPU_NUM_DEVICES='1', PYTHONPATH=str(path), **env)
+        self._env = {**self._env, 'PYTHONPATH': str(path), **env}
         (path/'sitecustomize.py').write_text('import os, torch_xla.runtime as xr\nxr.global_ordinal = lambda: int(os.environ["TEST_RANK"])')
-    def _start(self, i, n_procs, n, env): return _start_process(i, n_procs, n, dict(env, TEST_RANK=str(n-1-i)))
+    def _start(self, i, n, env, backend): return start_process(i, n, dict(env, TEST_RANK=str(n-1-i)), backend)
 
 @pytest.fixture(scope='module')
 def procs(tmp_path_factory):
@@ -369,7 +371,7 @@ def test_processes_that_do_not_form_a_group(tmp_path):
         assert not p.is_open
 
 @pytest.mark.parametrize('env,text', [(dict(PJRT_DEVICE='BOGUS'), '(?s)The XLA runtime did not start .PJRT_DEVICE=BOGUS.. Restart Python'),
-                                      (dict(XLA_FLAGS='--bogus'), 'had not started its replicas, (was killed by|ended)')])
+                                      (dict(XLA_FLAGS='--bogus'), 'had not started its rank, (was killed by|ended)')])
 def test_runtime_that_does_not_start(env, text):
     p = TPUPool(2)
     p._env = {**p._env, **env}

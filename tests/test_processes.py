@@ -1,9 +1,14 @@
-"A process for each virtual core: the shape of a v5e-8, with the collectives of three processes against values by hand, and what goes wrong between them."
+"Ranks on the CPU: the collectives of three processes against values by hand, and what goes wrong between them."
 import os, signal, subprocess, time
 import psutil, pytest
 from fastai.vision.all import *
 from fastai.callback.all import *
 from fastai_xla.all import *
+from fastai_xla.data.rng import seed_all
+from fastai_xla.launch.worker import post
+from fastai_xla.runtime.device import xm, xr
+from fastai_xla.runtime.ranks import barrier, broadcast, from_main, gather_objects, rank
+from fastai_xla.virtual_cores.processes import RankError
 for o in [o for o in globals() if o.startswith('test')]: del globals()[o]  # fastai's, which pytest would collect
 from fastai_xla.launch import get_pool, LaunchError
 from torch_xla._internal import pjrt
@@ -17,7 +22,7 @@ N,ALL,S = 3,[0,1,2],3
 def shape():
     "A pool of processes; the environment is as before, afterwards"
     env = dict(os.environ)
-    use_virtual_cores(N, processes=True)
+    use_virtual_cores(N)
     yield
     get_pool(N).close()
     for p in patches_in_force().filter(lambda p: p.owner is pjrt): p.undo()
@@ -40,8 +45,8 @@ def test_each_is_one_of_three(pool):
     *res,pids = zip(*each(pool, f))
     same = (3,)*3,(1,)*3
     assert res==[(0,1,2), same[0], (0,1,2), (0,1,2), same[0], same[0], (0,)*3, same[0], same[1], same[0], ('xla:0',)*3, (0,1,2), (True,False,False)]
-    assert {*pids}=={p.pid for p in pool._crew.procs} and len({*pids})==3
-    assert TPUPool().n_cores==TPUPool().n_procs==n_cores()==n_processes()==N and TPUPool(1).n_procs==1
+    assert {*pids}=={p.pid for p in pool._procs.procs} and len({*pids})==3
+    assert TPUPool().n_cores==n_cores()==N
 
 # ---- collectives, by hand
 
@@ -118,13 +123,10 @@ def trained(o, n=2):
 
 def numbers(o): return [*map(float, o.recorder.losses)],o.recorder.values,[p.clone() for p in o.model.parameters()]
 
-on_processes = []
-
 def test_learner_is_as_in_plain_fastai(pool):
     "losses, metrics, weights, the optimizer's state, predictions in order, and what loss each sample has; a ragged last batch"
-    a,b = trained(learner(bs=N*B)),trained(learner().to_tpu_distributed())
-    assert get_pool().n_procs==N and get_pool() is pool
-    on_processes.extend(numbers(b))
+    a,b = trained(learner(bs=N*B)),trained(learner().to_tpu_distributed(processes=True))
+    assert get_pool() is pool
     for x,y in zip(numbers(a), numbers(b)): close(torch.cat([tensor(o).flatten() for o in x]), torch.cat([tensor(o).flatten() for o in y]))
     same_state(a, b)
     with a.no_bar(), b.no_bar():
@@ -144,7 +146,7 @@ def test_workers_share_the_processors(shape):
         b = learner(cbs=Counts())
         b.dls.add_tfms([Noise()], 'after_item')
         for dl in b.dls.loaders: dl.fake_l.num_workers = 8
-        res.append(numbers(trained(b.to_tpu_distributed(), 1))[2])
+        res.append(numbers(trained(b.to_tpu_distributed(processes=True), 1))[2])
     assert all(torch.equal(p, q) for p,q in zip(*res))
 
 # ---- what goes wrong
@@ -162,44 +164,34 @@ def boom(r, put):
 def test_error_of_one(pool):
     "its own, with the processes kept; the peers know whom they waited for"
     each(pool, lambda r, put: 0)
-    pids = [p.pid for p in pool._crew.procs]
+    pids = [p.pid for p in pool._procs.procs]
     e = fails(pool, boom, '(?s)Rank 1 failed.*ValueError: boom', ValueError, 1)
-    assert e.kept and [p.pid for p in pool._crew.procs]==pids
+    assert e.kept and [p.pid for p in pool._procs.procs]==pids
     def told(r, put):
         try: boom(r, put)
-        except ReplicaError as e:
+        except RankError as e:
             post(str(e))
             raise
     got = {}
     with pytest.raises(ValueError):
         pool.run(lambda r: told(r, None), on_message=lambda r, msg: got.update({r: msg}))
     assert got.keys()=={0,2}
-    for r,o in got.items(): assert o.startswith(f'Replica {r} waits in all_gather on dim 0 of') and o.endswith('replica 1, which raised ValueError: boom')
+    for r,o in got.items(): assert o.startswith(f'Rank {r} waits in all_gather on dim 0 of') and o.endswith('rank 1, which raised ValueError: boom')
 
 @pytest.mark.parametrize('f,text', [
-    (lambda r, put: r==1 or xm.rendezvous('x'), 'for replica 1, which has returned: it issued fewer collectives or had fewer batches'),
-    (lambda r, put: xm.all_reduce('sum', put([1.]*(4 if r==2 else 3))), r'replicas 0, 1: all_reduce sum of float32\[3\]; replica 2: all_reduce sum of float32\[4\]'),
-    (lambda r, put: xm.all_gather(put([1.])) if r==1 else xm.all_reduce('sum', put([1.])), r'The replicas do not do the same.*replica 1: all_gather on dim 0 of float32\[1\]'),
-    (lambda r, put: xm.all_reduce('sum', put([1.]), groups=[[0,1]]), r'Replica 2 called all_reduce sum of float32\[1\] for the groups \[\[0, 1\]\], of which it is no member'),
-    (lambda r, put: xm.all_reduce('sum', put([1.]), groups=[[0,1],[2]] if r else [[0,2],[1]]), 'wait for each other|which raised')], ids='early shape other member circle'.split())
+    (lambda r, put: r==1 or xm.rendezvous('x'), 'for rank 1, which has returned: it issued fewer collectives or had fewer batches'),
+    (lambda r, put: xm.all_reduce('sum', put([1.]*(4 if r==2 else 3))), r'ranks 0, 1: all_reduce sum of float32\[3\]; rank 2: all_reduce sum of float32\[4\]'),
+    (lambda r, put: xm.all_gather(put([1.])) if r==1 else xm.all_reduce('sum', put([1.])), r'The ranks issued different collectives.*rank 1: all_gather on dim 0 of float32\[1\]'),
+    (lambda r, put: xm.all_reduce('sum', put([1.]), groups=[[0,1]]), r'Rank 2 called all_reduce sum of float32\[1\] for the groups \[\[0, 1\]\], which do not include it'),
+    (lambda r, put: xm.all_reduce('sum', put([1.]), groups=[[0,1],[2]] if r else [[0,2],[1]]), 'which raised|which has returned')], ids='early shape other member circle'.split())
 def test_ranks_that_part(pool, f, text): fails(pool, f, text)
 
 def test_killed(pool):
     each(pool, lambda r, put: 0)
-    pids = [p.pid for p in pool._crew.procs]
+    pids = [p.pid for p in pool._procs.procs]
     def f(r, put): os.kill(os.getpid(), signal.SIGKILL) if r==1 else xm.rendezvous('x')
     fails(pool, f, 'The process of rank 1 was killed by SIGKILL', rank=1)
     assert not pool.is_open and not any(map(psutil.pid_exists, pids))
-
-def test_learner_is_as_on_threads(pool, monkeypatch):
-    "But for the last digits, as processes cut a step where they exchange; they have to go before threads can have the cores"
-    assert on_processes
-    monkeypatch.setenv('CPU_NUM_PROCESSES', '1')
-    c = trained(learner().to_tpu_distributed(n_cores=N))
-    assert get_pool(N).n_procs==1 and get_pool(N) is not pool
-    for x,y in zip(on_processes, numbers(c)):
-        for p,q in zip(x, y): torch.testing.assert_close(tensor(p), tensor(q), rtol=1e-6, atol=1e-6)
-    get_pool(N).close()
 
 script = '''
 import os, sys, time, torch, torch_xla, torch_xla.core.xla_model as xm, torch_xla.runtime as xr
@@ -213,7 +205,7 @@ def f(rank):
     if rank==1: raise ValueError('boom')
     xm.rendezvous('x')
 if __name__=='__main__':
-    use_virtual_cores(2, processes=True)
+    use_virtual_cores(2)
     torch_xla.launch(f, start_method=sys.argv[1])
 '''
 

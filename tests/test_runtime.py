@@ -4,8 +4,11 @@ from importlib.metadata import requires, version
 
 import pytest
 from packaging.requirements import Requirement
+try: import tomllib
+except ImportError: import tomli as tomllib
 
 from fresh import packages_without, repo, run, run_ok
+from fastai_xla.runtime.device import tpu_line
 
 @pytest.fixture(scope='session')
 def no_xla(tmp_path_factory):
@@ -25,6 +28,8 @@ def front(path): return f'{path}{os.pathsep}{repo}'
 def test_queries_start_nothing():
     out = run_ok('''
         from fastai_xla.runtime import *
+        from fastai_xla.runtime.device import in_notebook, runtime_started
+        from fastai_xla.runtime.ranks import rank
         from fastai_xla.runtime.device import torch_xla, xm, xr, met
         print(xla_available(), device_kind(), n_cores(), rank(), world_size(), is_main(), in_notebook(), doctor().ok is not None)
         print(runtime_started(), all([torch_xla, xm, xr, met]))''', CPU_NUM_DEVICES='4')
@@ -37,7 +42,8 @@ def test_import_is_quiet():
 
 def test_supported_pairs_are_those_of_the_metadata():
     from fastai_xla.runtime.device import _pairs
-    reqs = {r.name: r.specifier for r in map(Requirement, requires('fastai_xla')) if 'extra' not in str(r.marker)}
+    project = tomllib.loads((repo/'pyproject.toml').read_text(encoding='utf-8'))['project']
+    reqs = {r.name: r.specifier for r in map(Requirement, project['optional-dependencies']['xla'])}
     minors = [f'2.{o}' for o in range(20)]
     assert [o for o in minors if f'{o}.0' in reqs['torch']] == [o for o in minors if f'{o}.0' in reqs['torch_xla']] == list(_pairs)
 
@@ -48,6 +54,8 @@ def test_without_torch_xla(no_xla):
         import importlib.util, fastai_xla
         assert importlib.util.find_spec('torch_xla') is None
         from fastai_xla.runtime import *
+        from fastai_xla.runtime.device import met, require_xla, runtime_started, torch_xla, xm, xr
+        from fastai_xla.runtime.ranks import rank
         print(xla_available(), torch_xla, xm, xr, met, device_kind(), n_cores(), rank(), world_size(), runtime_started())
         for f in (require_xla, xla_device):
             try: f()
@@ -55,7 +63,7 @@ def test_without_torch_xla(no_xla):
         d = doctor()
         print(d.ok, [(o.seen, o.remedy) for o in d if not o.ok])''', '-S', PYTHONPATH=no_xla).splitlines()
     minor = '.'.join(version('torch').split('.')[:2])
-    msg = (f"torch_xla is not installed: pip install 'fastai_xla[tpu]' 'torch_xla~={minor}.0' on a TPU machine, "
+    msg = (f"torch_xla is not installed: {tpu_line(minor)} 'torch_xla~={minor}.0' on a TPU machine, "
            f"or pip install 'torch_xla~={minor}.0' elsewhere")
     assert out[0] == 'False None None None None None 0 0 1 False'
     assert out[1] == out[2] == f'XLANotInstalled True {msg}'
@@ -97,6 +105,7 @@ def test_torch_xla_that_fails_on_import(tmp_path):
     (tmp_path/'torch_xla'/'__init__.py').write_text('raise ImportError("_XLAC.so: undefined symbol: _ZN5torch4lazy")')
     out = run_ok('''
         from fastai_xla.runtime import *
+        from fastai_xla.runtime.device import require_xla
         for _ in range(2):
             try: require_xla()
             except XLANotInstalled as e: print(type(e.__cause__).__name__, e)''', PYTHONPATH=front(tmp_path), cold=True).splitlines()
@@ -115,6 +124,8 @@ def test_doctor_names_old_packages(tmp_path):
 
 start_twice = '''
     from fastai_xla.runtime import *
+    from fastai_xla.runtime.device import runtime_started
+    from fastai_xla.runtime.ranks import rank
     for _ in range(2):
         try: xla_device()
         except RuntimeError as e: print(type(e.__cause__).__name__, e)
@@ -145,6 +156,7 @@ def test_libtpu_that_cannot_be_loaded(tmp_path):
 def test_doctor_sees_a_tpu_that_is_not_there():
     out = run_ok('''
         from fastai_xla.runtime import *
+        from fastai_xla.runtime.device import runtime_started
         print({o.check: o.ok for o in doctor()}, runtime_started())''', PJRT_DEVICE='BOGUS')
     assert "'device': False" in out and out.endswith('False')
 
@@ -156,6 +168,7 @@ def test_backward_on_cpu_first():
         import torch
         torch.ones(2, requires_grad=True).sum().backward()
         from fastai_xla.runtime import *
+        from fastai_xla.runtime.device import torch_xla
         def grad(dev):
             x = torch.ones(2, device=dev, requires_grad=True)
             (3*x).sum().backward()
@@ -185,6 +198,7 @@ def test_device_first_leaves_autograd_alone():
     out = run_ok('''
         import torch
         from fastai_xla.runtime import *
+        from fastai_xla.runtime.device import met
         with torch.inference_mode(): dev = xla_device()
         print(met.metric_data('CompileTime'), met.metric_data('ExecuteTime'), torch._C._is_multithreading_enabled())
         x = torch.ones(2, device=dev, requires_grad=True)
@@ -197,6 +211,7 @@ def test_device_first_leaves_autograd_alone():
 def test_xla_device_inside_replicas():
     out = run_ok('''
         from fastai_xla.runtime import *
+        from fastai_xla.runtime.ranks import rank
         import torch_xla
         from torch_xla._internal import pjrt
         def f(): return str(xla_device()), rank(), world_size(), is_main()
@@ -209,6 +224,8 @@ def test_xla_device_inside_replicas():
 def test_xla_device_under_spmd():
     out = run_ok('''
         from fastai_xla.runtime import *
+        from fastai_xla.runtime.device import xr
+        from fastai_xla.runtime.ranks import rank
         xr.use_spmd()
         print(xla_device(), rank(), world_size(), n_cores())''', CPU_NUM_DEVICES='2')
     assert out == 'xla:0 0 1 2'
@@ -227,6 +244,34 @@ def test_kaggle_environment_is_mended():
         TPU_PROCESS_ADDRESSES='local', CLOUD_TPU_TASK_ID='0', cold=False).splitlines()
     mended = str([(True, 'local, removed before the TPU is used')])
     assert out == [f'[False, False] {mended}', mended, '[False, False]']
+
+@pytest.mark.parametrize('flag', ['XLA_USE_BF16','XLA_DOWNCAST_BF16'])
+def test_flags_for_bfloat16(flag):
+    "of well-known tutorials: with them a training died. They are removed, with a sentence; once the runtime has started that is an error"
+    out = run_ok(f'''
+        import os, warnings
+        with warnings.catch_warnings(record=True) as said:
+            from fastai_xla.all import *
+        from fastai.test_utils import synth_learner
+        from fastai.basics import *
+        print(*[o.message for o in said if 'BF16' in str(o.message)])
+        print([(o.ok, o.seen) for o in doctor() if o.check=='{flag}'])
+        losses = []
+        for on in (False, True):
+            set_seed(1)
+            learn = synth_learner()
+            if on: learn.to_tpu()
+            with learn.no_bar(), learn.no_logging(): learn.fit(2)
+            losses.append(float(learn.recorder.losses[-1]))
+        print(abs(losses[0]-losses[1])<1e-5, learn.model.a.dtype)
+        os.environ['{flag}'] = '1'
+        print([(o.ok, o.remedy) for o in doctor() if o.check=='{flag}'])
+        try: learn.to_tpu()
+        except RuntimeError as e: print(e)''', cold=False, **{flag: '1'}).splitlines()
+    assert f'{flag} removed from the environment' in out[0] and 'call `learn.to_bf16()`' in out[0]
+    assert out[1] == str([(True, '1, removed: `learn.to_bf16()` is for bfloat16')]) and out[2] == 'True torch.float32'
+    assert out[3] == str([(False, f'unset {flag}, restart Python, and call `learn.to_bf16()`')])
+    assert out[4].startswith(f'The XLA runtime has started, and {flag} is set: restart Python without it') and 'learn.to_bf16()' in out[4]
 
 def test_kaggle_environment_in_a_script_of_spawn(tmp_path):
     "A raw `xmp.spawn` script that imports the package hands a mended environment to its processes"

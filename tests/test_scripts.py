@@ -2,6 +2,10 @@
 import re
 from fresh import repo, run
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 def test_the_example_runs_as_written(tmp_path):
     res = run(repo/'examples'/'spawn.py', cwd=tmp_path, timeout=600)
     assert res.returncode==0, res.stderr
@@ -14,6 +18,7 @@ import sys, torch, torch_xla, torch_xla.distributed.xla_multiprocessing as xmp
 from fastai.basics import *
 from fastai.callback.all import *
 from fastai_xla.all import *
+from fastai_xla.runtime import barrier, rank
 
 def make(seed=0):
     g = torch.Generator().manual_seed(seed)

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from torch.nn.utils import parametrizations
 from fastai.callback.training import GradientAccumulation
 from fastai_xla.train.optimizer import lend_step
+from fastai_xla.patches.registry import Loans
 
 def lookahead(params, lr): return Lookahead(SGD(params, lr=lr, mom=.9), k=5)
 
@@ -64,7 +65,7 @@ def steady(cb, after=2, own=1, reads=0):
     c = cb.steps[after:]
     assert [i for i in cb.compiled if i>=after]==[]
     assert sum(o.reads for o in c)<=reads
-    assert sum(o.uploads for o in c)<=(1+own)*len(c)+4 # batches are sent ahead
+    assert sum(o.uploads for o in c)<=(1+own)*len(c)+8 # batches are sent ahead, in each epoch
 
 @pytest.mark.parametrize('opt', LONG)
 def test_400_steps_of_one_cycle(opt):
@@ -124,7 +125,7 @@ def test_normalized_weights_stay_on_the_device(wrap):
     plain,learn = mk(),mk().to_tpu(fetch_every=1e9)
     before = xla_counts()
     set_seed(7); cb = steps(learn, 'fit', 2, 1e-2)
-    assert cb.compiled==[0] and (xla_counts()-before).fallbacks=={}
+    assert cb.compiled in ([0],[0,1]) and (xla_counts()-before).fallbacks=={}
     steady(cb)
     set_seed(7); steps(plain, 'fit', 2, 1e-2)
     same(plain, learn)
@@ -143,7 +144,7 @@ def test_accumulation_has_two_graphs():
     learn.add_cb(GradientAccumulation(8))
     cb = steps(learn, 'fit_one_cycle', 1, 1e-2)
     assert cb.compiled==[0,1]
-    steady(cb)
+    steady(cb, after=5) # until both are known
 
 def test_validation_fetches_once():
     "What all metrics need comes home together, when the first is asked for its value; training reads nothing"

@@ -3,11 +3,13 @@ import re, socket
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 import fsspec, pytest, webdataset
 from tensorboard.summary.writer.record_writer import RecordWriter
-from fastai_xla.virtual_cores import run_replicas, use_virtual_cores
+from threads import run_replicas, use_virtual_cores
 use_virtual_cores(2)
-from fastai_xla.data.records import _example
+from fastai_xla.data.shards import _example
 from synth import *
 from fresh import repo, run
+from fastai_xla.distributed.loader import ShardedDL
+from fastai_xla.runtime.ranks import rank
 
 # ---- a server, and shards on it or in an object store
 
@@ -147,21 +149,6 @@ def test_training_on_replicas_is_exact():
         close(want[0], list(got[0]))
         close(want[1], got[1])
     assert a[1][1].tolist()==[int(y) for _,y in vectors(45, seed=1)]                        # in the order of the shards
-
-def test_the_main_rank_decides_where_a_transform_runs():
-    "Once, while the others wait: with another answer they would run another program"
-    calls = []
-    def halved(x:Tensor):
-        calls.append(rank())
-        return x/2
-    def f(r):
-        dl = ShardedDL(dls[r], xla_device(), train=True)
-        list(dl)
-        return dl.placement.rows,len(dl)
-    dls = [StreamDL(shards(64, 'even', sizes=(16,16,16)), bs=4, num_workers=0, after_batch=[halved]) for _ in range(2)]
-    (rows,n),(rows1,n1) = run_replicas(f)
-    assert rows==rows1 and rows[0][1:]==('device', 'tried: clean on the device', 'none') and n==n1==8
-    assert calls.count(1)==2*n and calls.count(0)>2*n, 'inputs and targets, and the tries'
 
 def test_a_pipeline_of_webdataset_itself():
     "Any IterableDataset can be shared, at the price that each rank reads it all"

@@ -1,9 +1,11 @@
 "Two replicas that train a text classifier have batches of one length in each step"
 import numpy as np, pytest
-from fastai_xla.virtual_cores import run_replicas, use_virtual_cores
+from threads import run_replicas, use_virtual_cores
 use_virtual_cores(2)
-from fastai_xla.all import ShardedDL, to_host, torch_xla
-from fastai_xla.models import pads_text
+from fastai_xla.all import to_host
+from fastai_xla.distributed.loader import ShardedDL
+from fastai_xla.runtime.device import torch_xla
+from fastai_xla.models.text import pads_text
 from fastai.basics import Callback
 from text_models import classifier
 
@@ -33,9 +35,3 @@ def test_ranks_train():
     assert shapes==shapes1 and len(shapes)>=5
     assert np.isfinite(losses).all() and losses==losses1
     assert all(abs(ws[k].float()-ws1[k].float()).max()<1e-6 for k in ws)
-
-def test_spread_parameters_need_batches_of_one_length():
-    learns = [classifier() for _ in range(2)]
-    def fit(r):
-        with learns[r].to_tpu_distributed(fsdp=True).no_bar(): learns[r].fit(1)
-    with pytest.raises(Exception, match='Under `fsdp` all ranks need batches of one shape'): run_replicas(fit)

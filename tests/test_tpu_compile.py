@@ -1,19 +1,20 @@
 "Steps of Learners through the TPU's own compiler: they compile, fit, and say so; what cannot be is an error, and no process stays"
-import os, signal, subprocess, sys, threading, time
-from configparser import ConfigParser
+import importlib.metadata, importlib.util, os, signal, subprocess, sys, threading, time
 from types import SimpleNamespace
 import psutil, pytest, timm, torch
 from torch import nn
 from fastai.vision.all import accuracy, CrossEntropyLossFlat, DataLoaders, Learner, TfmdDL
 import fastai_xla.all
-from fastai_xla.runtime import runtime_started
-from fastai_xla.monitor import CompileError, compile as compiling, libtpu, plan_training
+from fastai_xla.runtime.device import runtime_started
+from fastai_xla.aot import CompileError, compile as compiling, libtpu, plan_training
 from fastai_xla.sharding import make_mesh, ShardRule
 from compile_families import FAMILIES
 from forks import Forked
 from fresh import repo, run
 
 for _nm in [o for o in dir() if o.startswith('test')]: del globals()[_nm]   # fastcore's own would be collected as tests
+
+slow = pytest.mark.slow
 
 def learner(bs=16, wide=16, n=64, **kwargs):
     torch.manual_seed(0)
@@ -44,33 +45,12 @@ def no_process_left():
     while children()-before and time.time()<until: time.sleep(.1)
     assert not children()-before
 
-@pytest.mark.parametrize('name,form,options,n', [('v5e-4',None,{},4), ('v5e-32','sharded',dict(fsdp=32),32), ('v4-32','sharded',dict(fsdp=4, replica=4, rules=[ShardRule('weight')]),16)])
-def test_forms(name, form, options, n, no_process_left):
-    "on one host, and sharded on the devices of eight and of four hosts"
-    learn = learner(**dict(wide=256, bs=64, n=128) if form else {})
-    if n==32: learn.model = timm.create_model('vit_tiny_patch16_224', img_size=16, patch_size=8, embed_dim=64, num_heads=2, depth=1, num_classes=10)
-    r = learn.compile_for(name, form, fast=True, **options)
-    check_form(learn, r, form, n)
-    if form: assert r.slice.n_hosts==n//4 and r.programs['train'].collectives['all-gather']>1
-
-def test_one_core_as_users_start(no_process_left):
-    learn = learner(bs=512, wide=64, n=1024)
-    r = learn.compile_for('colab', fast=True)
-    check_form(learn, r, None, 1)
-    assert 'to_bf16' in repr(r)
-    check_plan(plan_training(learn.model, make_mesh(n=1), 512, (3,16,16)), r)
-
-def check_plan(p, r):
-    "From shapes alone `plan_training` says what a step holds, and more of what is kept for the backward pass than the compiler, which makes some of it again"
-    assert [p.memory[k] for k in ('parameters','optimizer state')]==[r.memory[k] for k in ('parameters','optimizer state')]
-    assert 1<=p.total/r.programs['train'].memory.total<2.2, (p.memory, r.memory)
-
-def check_form(learn, r, form, n):
+def check_report(learn, r, strategy, n):
     train = r.programs['train']
     assert r.fits and r.slice.n==n and train.cycles>1000 and r.programs['valid'].cycles<train.cycles
     n_params = sum(p.numel()*4 for p in learn.model.parameters())
     held = r.memory['parameters']
-    assert held==n_params if not form else held<n_params*.7
+    assert held==n_params if not strategy else held<n_params*.7
     assert r.memory['optimizer state']==2*held
     assert sum(r.memory.values())==train.memory.total
     assert r.programs['valid'].memory.args>held
@@ -78,11 +58,36 @@ def check_form(learn, r, form, n):
     assert train.memory.alias>=3*held # parameters and optimizer state are written in place
     assert next(learn.model.parameters()).device.type=='cpu' and not runtime_started()
 
-def test_what_was_compiled_is_kept(no_process_left):
-    first,again = [learner().compile_for('colab', fast=True) for _ in range(2)]
-    assert len(list(compiling._cache_folder().iterdir()))==2
-    assert repr(first)==repr(again) and 'by module: ' in repr(first)
+def test_one_core_as_users_start(no_process_left):
+    "From shapes alone `plan_training` says what a step holds, and more activations than the compiler, which recomputes some"
+    learn = learner(bs=512, wide=64, n=1024)
+    r = learn.compile_for('colab', fast=True)
+    check_report(learn, r, None, 1)
+    assert 'to_bf16' in repr(r) and 'by module: ' in repr(r)
+    p = plan_training(learn.model, make_mesh(n=1), 512, (3,16,16))
+    assert [p.memory[k] for k in ('parameters','optimizer state')]==[r.memory[k] for k in ('parameters','optimizer state')]
+    assert 1<=p.total/r.programs['train'].memory.total<2.2, (p.memory, r.memory)
 
+@slow
+@pytest.mark.parametrize('name,strategy,options,n', [('v5e-4',None,{},4), ('v5e-32','sharded',dict(fsdp=32),32), ('v4-32','sharded',dict(fsdp=4, replica=4, rules=[ShardRule('weight')]),16)])
+def test_strategies(name, strategy, options, n, no_process_left):
+    "on one host, and sharded over the devices of eight and of four hosts"
+    learn = learner(**dict(wide=256, bs=64, n=128) if strategy else {})
+    if n==32: learn.model = timm.create_model('vit_tiny_patch16_224', img_size=16, patch_size=8, embed_dim=64, num_heads=2, depth=1, num_classes=10)
+    r = learn.compile_for(name, strategy, fast=True, **options)
+    check_report(learn, r, strategy, n)
+    if strategy: assert r.slice.n_hosts==n//4 and r.programs['train'].collectives['all-gather']>1
+
+def test_what_was_compiled_is_kept(tmp_path, no_process_left):
+    "in a folder of which other files stay; one that cannot be written costs nothing else"
+    for i in range(250): (tmp_path/f'{i}.txt').write_text('')
+    first,again = [learner().compile_for('colab', fast=True, cache=tmp_path) for _ in range(2)]
+    assert repr(first)==repr(again) and [len([*tmp_path.glob(o)]) for o in ('*.tpu_program','*.txt')]==[2,250]
+    assert learner().compile_for('colab', fast=True, cache=tmp_path/'0.txt'/'cache').fits
+
+# ---- the forms that programs take for a TPU
+
+@slow
 def test_layouts_of_arguments():
     "libtpu lays out what a program takes as `tpu_layout` says"
     res = run('-c', layouts, timeout=120)
@@ -90,9 +95,10 @@ def test_layouts_of_arguments():
 
 layouts = """
 import torch
-from fastai_xla.monitor import hlo_message, tpu_slice
-from fastai_xla.monitor.libtpu import TPUCompiler
-from fastai_xla.train.layouts import _pinning, tpu_layout
+from fastai_xla.aot.hlo import hlo_message
+from fastai_xla.aot.plan import tpu_slice
+from fastai_xla.aot.libtpu import TPUCompiler
+from fastai_xla.train.steppers import _pinning, tpu_layout
 compiler = TPUCompiler(tpu_slice('v5e-1'))
 for shape in ((64,64,3,3), (128,64,3,3), (128,64,1,1), (64,128,1,1), (64,3,7,7), (96,1,7,7), (100,96,3,3), (768,3,16,16), (64,48,5,5,5), (64,48,5), (24,10,3,3)):
     for dtype in (torch.float32, torch.bfloat16):
@@ -101,16 +107,17 @@ for shape in ((64,64,3,3), (128,64,3,3), (128,64,1,1), (64,128,1,1), (64,3,7,7),
         assert [*x.shape.layout.minor_to_major]==tpu_layout(shape, dtype), (shape, dtype)
 """
 
+@slow
 @pytest.mark.parametrize('name', FAMILIES)
 def test_families(name, no_process_left):
-    make,slice,form,options = FAMILIES[name]
+    make,slice,strategy,options = FAMILIES[name]
     learn = make()
-    r = learn.compile_for(slice, form, fast=name!='collab_long', limit=120, **options) # with less effort the compiler keeps other tensors in memory, too
+    r = learn.compile_for(slice, strategy, fast=name!='collab_long', limit=120, **options) # with less effort the compiler keeps other tensors in memory, too
     train = r.programs['train']
     assert r.fits and train.cycles>r.programs['valid'].cycles>1000 and train.memory.alias>0
     assert ('all-reduce' in train.collectives)==(r.slice.n>1)
-    if name in cuts: check_cut(r, *cuts[name])
-    if options.get('fsdp') and name not in cuts: assert train.collectives['all-gather']>8
+    assert ('It is cut at after_pred, compile_families.py:' in repr(r))==(name=='cut')
+    if options.get('fsdp'): assert train.collectives['all-gather']>8
     if options.get('scan'): assert {'0.model.blocks'} < {m for m,_ in train.by_module(9)} # the loop as one, and what is outside of it
     assert 'replicas' not in name or r.programs['valid'].memory.args>r.memory['parameters'] # it is the model's
     if 'replicas' in name: assert any(k=='all-reduce' and s.count('f32[')>3 for k,s in train.unknown), train.unknown # of each gradient as it is
@@ -125,25 +132,28 @@ def test_families(name, no_process_left):
     if name=='small_images':
         assert not [o for o in train.works if 'reverse' in o.kind and ',3,3]' in o.shape], train # of the kernels
         assert any(o.shape.startswith('(f32[256,128],') for o in train.works) and not any('128,1,1],f32' in o.shape for o in train.works) # an update in rows
-    if name=='vit_checkpointed': assert train.memory.out<20e6 and train.memory.temp<60e6, train # 135 MB if what is computed again stayed, 65 MB if all was kept
+    if name=='vit_checkpointed': assert train.memory.out<20e6 and train.memory.temp<60e6, train # 135 MB if what is recomputed stayed, 65 MB if all was kept
     if name=='stem': assert train.memory.temp<160e6, train # 177 MB if what a max-pool takes of a ReLU was kept
     if name=='collab_long': assert not train.memory.temp, train # 1.2 MB if numbers of the optimizer were cut as scalars
     if name=='collab_long': assert not any(o.shape.startswith('(f32[2000],') for o in train.works), train # two if gradients of columns were not pinned
     if name=='vit_v6e': assert n_copies<30 and not train.share('reduce-window'), train # 49, and windows in torch_xla's layer norms
-    if 'collab' in name: assert train.n_wide<4, train # 6 and 8 if a look-up and its gradient made numbers of rows of their own
-    if 'bf16' in name: assert not any('float32' in o for o in r.found['train'])
-    if 'images' in name: # what is looked up are whole images and numbers of classes: pixels are sampled by products
-        assert max([int(s.split('[')[1].split(',')[0].rstrip(']')) for k,s in train.unknown if 'gather' in k], default=0)<=learn.dls.bs
+    if 'collab' in name: assert train.n_64bit<4, train # 6 and 8 if a look-up and its gradient made numbers of rows of their own
+    if 'bf16' in name: assert not any('float32' in o for o in r.advice['train'])
+    if 'images' in name: # what is looked up (by CutMix from the batch of all cores) are whole images and numbers of classes: pixels are sampled by products
+        assert max([int(s.split('[')[1].split(',')[0].rstrip(']')) for k,s in train.unknown if 'gather' in k], default=0)<=learn.dls.bs*r.job.n**(r.job.strategy=='distributed')
 
-cuts = dict(cut=([1,1], 'after_pred, compile_families.py:'), vit_mark_step=([1,2,1,1,3,1], 'forward, blocks.py:'))
+@slow
+def test_resized_by_products():
+    "A small part of what it takes to pick pixels by their places"
+    res = run(repo/'benchmarks'/'resize.py', '--shape', '2 4 16 16', '--size', '48 40', '--modes', 'bilinear')
+    rows = [o.split(' | ') for o in res.stdout.splitlines() if o.startswith('| bilinear')]
+    assert [o[1] for o in rows]==['products','decomposition'], res.stdout+res.stderr
+    products,places = [float(o[2]) for o in rows]
+    assert 5*products<places, rows
 
-def check_cut(r, ns, place):
-    "Each program of the training step, how often it runs, and what ends it; their sum"
-    train = r.programs['train']
-    assert [o.n for o in train.parts]==ns and train.parts[0].place.startswith(place) and train.parts[-1].place=='the end of the step', train
-    assert train.cycles==sum(o.report.cycles*o.n for o in train.parts) and all(f'program {i}' in repr(r) for i in range(1, 1+len(ns)))
-    assert train.memory.total>=sum(r.held.values()) and min(r.memory.values())>=0
+# ---- what does not fit, and what fails
 
+@slow
 def test_what_does_not_fit(no_process_left):
     class Wide(nn.Module):
         def forward(self, x): return (x.expand(40_000, 200_000).sin().cumsum(0)*x).sum()
@@ -155,6 +165,7 @@ def test_what_does_not_fit(no_process_left):
     with pytest.raises(CompileError, match="training step could not be compiled .*40000,200000.* in the model's module 'wide'") as e: learn.compile_for('colab', fast=True)
     assert e.value.is_memory
 
+@slow
 def test_largest_batch(no_process_left):
     "Results of 1.6 GB for each sample"
     class Widen(nn.Module):
@@ -170,6 +181,7 @@ def test_a_learner_that_cannot_be_traced(no_process_left):
     learn.model = nn.Sequential(nn.Flatten(), nn.Sequential(nn.Linear(7, 2)))
     with pytest.raises(CompileError, match="training step could not be traced in the model's module '1.0', a Linear: RuntimeError: .*dot"): learn.compile_for('colab')
 
+@slow
 def test_limit_as_users_start(no_process_left):
     with pytest.raises(TimeoutError, match='longer than the time limit of 1 s.*fast=True'): learner().compile_for('colab', limit=1)
 
@@ -181,9 +193,11 @@ def sleeper():
     learn.model = nn.Sequential(Sleeps(), learn.model)
     return learn
 
+@slow
 def test_limit_names_the_line_where_the_model_stands(no_process_left):
     with pytest.raises(TimeoutError, match=r'(?s)tracing train took longer.*test_tpu_compile.py", line \d+ in forward'): sleeper().compile_for('colab', limit=12)
 
+@slow
 def test_ctrl_c_as_users_start(no_process_left):
     threading.Timer(8, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt): sleeper().compile_for('colab')
@@ -195,53 +209,25 @@ from test_tpu_compile import learner
 learner().compile_for('colab', fast=True)
 """
 
-def test_no_room_on_disk(tmp_path):
+@slow
+def test_no_space_on_disk(tmp_path):
     "On a disk of 1 MB, in a namespace of mounts"
     mount = f'mount -t tmpfs -o size=1m none {tmp_path} && TMPDIR={tmp_path} exec {sys.executable} -c "$0" {repo}/tests'
     res = subprocess.run(['unshare', '-rm', 'sh', '-c', mount, full], capture_output=True, text=True, timeout=300)
     if 'unshare' in res.stderr or 'mount:' in res.stderr: pytest.skip('no namespaces here')
     assert res.returncode==1 and f"OSError: [Errno 28] Programs are written to {tmp_path}, which has" in res.stderr and 'set TMPDIR' in res.stderr
 
-def test_a_folder_that_keeps_nothing_costs_nothing_else(tmp_path):
-    (tmp_path/'file').write_text('')
-    assert learner().compile_for('colab', fast=True, cache=tmp_path/'file'/'cache').fits
-
-def test_each_python_has_a_known_libtpu():
+def test_the_extra_and_the_remedy_name_what_is_known():
+    "One range, in which each Python has a wheel: 0.0.17 is of any, 0.0.21 of 3.10 to 3.12, 0.0.21.1 of 3.11 and later"
     from packaging.requirements import Requirement
-    ini = ConfigParser(delimiters=['='])
-    ini.read(repo/'settings.ini')
-    lines = [Requirement(o) for o in ini['DEFAULT']['compile_requirements'].strip().splitlines()]
-    for python in ('3.10','3.11','3.12','3.13'):
-        env = dict(python_version=python, sys_platform='linux', platform_machine='x86_64')
-        got = [str(o.specifier) for o in lines if o.name=='libtpu' and o.marker.evaluate(env)]
-        assert len(got)==1 and got[0].removeprefix('==') in libtpu.known_libtpu
-    assert not any(o.marker.evaluate(dict(python_version='3.12', sys_platform='darwin', platform_machine='arm64')) for o in lines if o.marker)
+    from packaging.specifiers import SpecifierSet
+    line, = [o for o in map(Requirement, importlib.metadata.requires('fastai_xla')) if o.name=='libtpu' and o.marker.evaluate(dict(extra='compile'))]
+    assert line.specifier==SpecifierSet(libtpu.libtpu_versions) and all(o in line.specifier for o in ('0.0.17','0.0.21','0.0.21.1'))
+    assert line.marker.evaluate(dict(sys_platform='linux', platform_machine='x86_64', extra='compile')) and not line.marker.evaluate(dict(sys_platform='darwin', platform_machine='arm64', extra='compile'))
 
-def test_without_libtpu(monkeypatch):
-    find_spec = libtpu.importlib.util.find_spec
+def test_without_libtpu_or_with_another(monkeypatch):
+    find_spec,version = importlib.util.find_spec,importlib.metadata.version
+    monkeypatch.setattr(libtpu.importlib.metadata, 'version', lambda name: '0.0.52' if name=='libtpu' else version(name))
+    with pytest.raises(ImportError, match=r"libtpu 0.0.52 is installed.*run `pip install 'libtpu>=0.0.17,<0.0.22'`"): learner().compile_for('colab')
     monkeypatch.setattr(libtpu.importlib.util, 'find_spec', lambda name: None if name=='libtpu' else find_spec(name))
     with pytest.raises(ImportError, match=r"pip install 'fastai_xla\[compile\]'"): learner().compile_for('colab')
-
-def test_another_libtpu(monkeypatch):
-    monkeypatch.setattr(libtpu, 'known_libtpu', ('0.0.1',))
-    with pytest.raises(ImportError, match=r'pip install libtpu==0.0.1'): learner().compile_for('colab')
-
-def test_bad_arguments():
-    with pytest.raises(ValueError, match="no TPU slice 'v7-8'"): learner().compile_for('v7-8')
-    with pytest.raises(ValueError, match="`form` can be one of"): learner().compile_for('colab', form='x')
-
-def test_several_steps_in_one_program():
-    "As a loop they cost the chip what single ones do, and no more memory than their batches"
-    res = run(repo/'benchmarks'/'together.py', '--works', 'mlp', '--n', '4')
-    rows = [o.split(' | ') for o in res.stdout.splitlines() if o.startswith('| mlp')]
-    assert [o[1] for o in rows]==['one step','4 steps'], res.stdout+res.stderr
-    (one,mb),(several,mb2) = [[float(o) for o in r[2:4]] for r in rows]
-    assert several<1.3*one and mb2<mb+2, rows
-
-def test_resized_by_products():
-    "A small part of what it takes to pick pixels by their places"
-    res = run(repo/'benchmarks'/'resize.py', '--shape', '2 4 16 16', '--size', '48 40', '--modes', 'bilinear')
-    rows = [o.split(' | ') for o in res.stdout.splitlines() if o.startswith('| bilinear')]
-    assert [o[1] for o in rows]==['products','decomposition'], res.stdout+res.stderr
-    products,places = [float(o[2]) for o in rows]
-    assert 5*products<places, rows

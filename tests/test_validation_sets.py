@@ -1,6 +1,7 @@
 "Validation sets of their own cadence, mixtures of datasets, and timm's augmented splits: on one core and on replicas, beside plain fastai and timm."
 import pytest
-from fastai_xla.virtual_cores import ReplicaError, run_replicas, use_virtual_cores
+from threads import ReplicaError
+from threads import run_replicas, use_virtual_cores
 use_virtual_cores(2)
 from synth import * # starts the device
 from recipes import *
@@ -35,6 +36,19 @@ def test_recorded_saved_and_stopped_as_in_plain_fastai():
         assert abs(learn.validate(dl=noisy.valid_dl)[0]-table.noisy_valid_loss.min())<1e-5
     for want,got in zip(*seen): same(want, got)
 
+def test_cadences_metrics_and_predictions():
+    "By samples and percent, before the first step and at the end, as in plain fastai; and what is predicted goes through a function"
+    seen = []
+    for to in (noop, to_tpu):
+        cbs,learn = cadences(),to(learner())
+        fit(learn, 2, cbs)
+        assert tuple([o[0] for o in cb.history] for cb in cbs)==due
+        assert learn.recorder.metric_names[4:]==['samples_valid_loss','samples_accuracy','part_valid_loss','part_highest','time']
+        seen.append(([cb.history for cb in cbs], [list(o) for o in learn.recorder.values]))
+        preds = learn.get_preds(dl=cbs[0].valid_dl, act=noop)[0]/2
+        same([F.cross_entropy(preds, torch.stack([y for _,y in cbs[0].valid_dl.dataset])).item()], [seen[-1][0][1][-1][1]])
+    for want,got in zip(*[a+[b] for a,b in seen]): same(want, got)
+
 class Half(TimmEMA):
     "timm's averages, after the third batch"
     def after_batch(self):
@@ -62,6 +76,13 @@ def test_on_replicas():
     near(a[0], b[0], 0, 0)
     near(b, c, 0, 0, equal_nan=True)
     assert seen==others and len(seen[1])==5 and a[1]==[o[:3] for o in b[1]]
+
+def test_cadences_on_replicas():
+    "`examples` are those of both ranks, and a function predicts on each"
+    one = cadences()
+    fit(learner(), 2, one)
+    for _,seen in on_ranks(lambda: learner(bs=4), lambda: cadences(4), sync_bn=True):
+        for want,got in zip([o.history for o in one], seen): torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-3, atol=1e-4)
 
 # ---- mixtures and splits
 
@@ -94,18 +115,39 @@ def test_splits_of_mixed_pictures_as_timm():
 def test_goes_on():
     "Killed in an epoch after a batch in whose wake a set was validated; to the last bit"
     def run(*cbs):
-        other = split_eval()
-        return outcome(steadily(to_tpu(split_learner(cbs=cbs)), other)),other.history
+        other,counts = split_eval(),MixtureCounts()
+        return outcome(steadily(to_tpu(split_learner(cbs=cbs)), [other, counts])),other.history,counts.seen
     want = run()
     with pytest.raises(KeyboardInterrupt): run(TPUCheckpoint('run', every=3), Dies(4))
     got = run(resume_from('run', every=3))
     near(want[0], got[0], 0, 0, equal_nan=True)
-    assert want[1]==got[1] and len(got[1])==2
+    assert want[1:]==got[1:] and len(got[1])==2 and sum(got[2])==64
 
-def test_splits_and_mixtures_in_shards():
+class Drawn(Callback):
+    "Counts the samples of batches of a mixture by looking at them, until `most` batches were trained on"
+    def __init__(self, low, most=None): self.low,self.most,self.seen = low,most,[0,0]
+    def before_batch(self):
+        if not self.training: return
+        n = len(self.y)//3 # of three views
+        n_low = sum(any(torch.equal(o, p) for p in self.low) for o in to_host(self.x[:n]))
+        self.seen = [self.seen[0]+n_low, self.seen[1]+n-n_low]
+    def after_batch(self):
+        if self.training and self.train_iter==self.most: raise CancelFitException
+
+def test_counts_of_a_mixture():
+    "Those that were trained on, by what the batches hold; also of an epoch that is left early"
+    low = [image2tensor(picture(i)).float()/255 for i in range(16)]
+    for to in (noop, to_tpu):
+        for most,n in ((None,64), (6,48)):
+            counts,looked = MixtureCounts(),Drawn(low, most)
+            learn = fit(to(split_learner()), 2, [counts, looked])
+            assert counts.seen==looked.seen and sum(counts.seen)==n and counts.seen[0]>counts.seen[1]
+            if most is None: assert learn.recorder.metric_names[-3:]==['seen_low','seen_high','time'] and list(learn.recorder.values[-1][-2:])==counts.seen
+
+def test_splits_and_mixtures_on_ranks():
     "BatchNorm by the global batch has the views of all ranks, and timm's what follows it"
     other = split_eval()
     want = outcome(fit(split_learner(), cbs=other))
-    for got,seen in on_ranks(lambda: split_learner(4), lambda: [split_eval(4)], fsdp=True, sync_bn=True):
+    for got,seen in on_ranks(lambda: split_learner(4), lambda: [split_eval(4)], sync_bn=True):
         near(want, got, 1e-3, 1e-4, equal_nan=True)
         same(other.history, seen[0])

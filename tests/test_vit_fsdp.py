@@ -2,9 +2,11 @@
 import os, re, signal, subprocess
 from shutil import rmtree
 import pytest
-from fastai_xla.checkpoint.store import CheckpointStore
+from fastai_xla.checkpoint.manager import CheckpointManager
 from forks import Forked
-from fresh import repo, run
+from fresh import repo, run, run_ok
+
+pytestmark = pytest.mark.slow
 
 size = '--image_size 28 --embed_dim 64 --num_heads 4 --num_blocks 4 --num_classes 4 --batch_size 16 --num_epochs 3 --warmup_steps 4 --lr 3e-3'.split()
 args = [repo/'examples'/'vit_fsdp.py', '--fake_data', '--fake_samples', 64, '--num_workers', 0, '--ckpt_epoch_interval', 1, '--test_epoch_interval', 1, '--log_step_interval', 4, *size]
@@ -24,7 +26,7 @@ def killed_in_epoch_2(folder, *flags):
             if line.startswith('epoch 2 step'): break
         p.send_signal(signal.SIGKILL)
         assert p.wait()==-signal.SIGKILL
-        if CheckpointStore(folder/'checkpoints').good_names(): return
+        if CheckpointManager(folder/'checkpoints').names(): return
         rmtree(folder)
 
 def epoch(out, n): return [float(o) for o in re.findall(r' ([\d.]+)(?:,|$)', re.search(rf'^epoch {n}: (train_loss .*)$', out, re.M)[1])]
@@ -42,7 +44,7 @@ def test_killed_and_resumed(tmp_path):
     assert 'epoch 1 step' not in again and 'epoch 1 step' in out
     assert [len(epoch(again, i)) for i in (2, 3)]==[1,3]
     for i in (2, 3): assert max(abs(a-b) for a,b in zip(epoch(out, i), epoch(again, i)))<2e-6
-    from_2 = train(tmp_path/'whole', '--mark_step', '--resume_epoch', 2)
+    from_2 = train(tmp_path/'whole', '--resume_epoch', 2)
     assert 'epoch 2 step' not in from_2 and len(epoch(from_2, 3))==3 and max(abs(a-b) for a,b in zip(epoch(out, 3), epoch(from_2, 3)))<2e-6
     plain = train(tmp_path/'plain', '--run_without_fsdp', '--no_grad_ckpt', '--max_steps', 5)
     assert re.search(r'^([\d,]+) parameters, \1 on each', plain, re.M) and 'epoch 3' not in plain
@@ -60,27 +62,31 @@ def test_an_epoch_without_a_checkpoint(tmp_path, monkeypatch):
 
 def timed(out): return [float(o) for o in re.findall(r'sec/iter: ([\d.]+)', out)]
 
-def test_torch_xlas_wrapper_and_one_block(tmp_path):
-    "`--flatten_parameters` and `--reshard_after_forward` are the original's; the training is the same"
+def test_flags_of_the_wrapper_and_one_block(tmp_path):
+    "`--flatten_parameters` and `--no_reshard_after_forward` are the original's, and change nothing here"
     small = '--num_blocks', 2, '--num_epochs', 1, '--fsdp', 2
     spmd = train(tmp_path/'spmd', *small)
-    for flags in (['--flatten_parameters'], ['--no_reshard_after_forward']):
-        out = train(tmp_path/flags[0], *small, *flags)
-        assert f"by XlaFullyShardedDataParallel({{'{flags[0][2:].removeprefix('no_')}': {not flags[0].startswith('--no')}" in out
-        assert max(abs(a-b) for a,b in zip(epoch(spmd, 1), epoch(out, 1)))<1e-4
+    two = train(tmp_path/'two', *small, '--mark_step_after_forward', '--flatten_parameters', '--no_reshard_after_forward')
+    assert max(abs(a-b) for a,b in zip(epoch(spmd, 1), epoch(two, 1)))<1e-5
     one = train(tmp_path/'one', '--num_blocks', 1, '--num_epochs', 1)
     assert 'One block has no neighbour like it' in one and len(epoch(one, 1))==3
 
-def test_flags_reach_the_wrapper(monkeypatch):
-    monkeypatch.syspath_prepend(str(repo/'examples'))
-    from vit_fsdp import get_learner, parser
-    def options(*flags): return get_learner(parser().parse_args([*map(str, args[1:]), '--fsdp', '2', *flags])).tpu_pool_trainer.options['fsdp']
-    assert options('--flatten_parameters', '--no_reshard_after_forward')==dict(flatten_parameters=True, reshard_after_forward=False, grad_ckpt=True)
-    assert options('--reshard_after_forward', '--no_grad_ckpt')==dict(reshard_after_forward=True, grad_ckpt=False)
+def test_programs_of_a_step_that_is_cut(tmp_path):
+    "The forward pass is a program of its own, and the rest of the step another"
+    out = run_ok(f"""
+        import sys
+        sys.path.insert(0, {str(repo/'examples')!r})
+        from vit_fsdp import *
+        def executions(*flags):
+            learn = get_learner(parser().parse_args([{', '.join(repr(str(o)) for o in args[1:])}, '--num_blocks', '2', '--fsdp', '2', '--ckpt_dir', {str(tmp_path)!r}, *flags]))
+            with learn.no_bar(): learn.fit(2, 1e-3, cbs=(stats := XLAStats()))
+            return [o.executions for o in stats.steps[-3:-1]]
+        print(executions(), executions('--mark_step_after_forward'))""", **env)
+    assert out.endswith('[1, 1] [2, 2]'), out
 
 def test_sizes_that_cannot_be(tmp_path):
     for flags,msg in ((('--batch_size', 0), '--batch_size: it must be a whole number, at least 1. Got'), (('--num_blocks', 0), '--num_blocks: it must be'),
-                      (('--num_blocks', 1, '--scan'), '--scan and --mark_step need --num_blocks 2 or more'), (('--scan', '--flatten_parameters'), 'neither --scan'),
+                      (('--num_blocks', 1, '--scan'), '--scan needs --num_blocks 2 or more'),
                       (('--batch_size', 128), '--batch_size 128 is larger than the training set of 64 samples')):
         res = run(*args, '--ckpt_dir', tmp_path, *flags, **env)
         assert res.returncode and msg in res.stderr and 'Traceback' not in res.stderr, res.stderr

@@ -1,6 +1,7 @@
 "Text learners on texts of many lengths, and a count of what XLA does in each of their epochs"
 from parity_models import *
-from fastai_xla.all import xla_counts, xm
+from fastai_xla.all import xla_counts
+from fastai_xla.runtime.device import xm
 
 DROPS = dict(output_p=0., hidden_p=0., input_p=0., embed_p=0., weight_p=1e-12)
 "As in `parity_models.text`: weights are dropped with a chance of 1e-12, so never"

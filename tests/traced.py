@@ -1,4 +1,4 @@
-"What steps that are run again are compared with"
+"What replayed steps are compared with"
 from functools import partial
 import torch
 
@@ -15,7 +15,7 @@ def is_same(a, b, equal=_equal):
 is_close = partial(is_same, equal=_close) # but for the last digits of a training of a few steps
 
 def trace_all(learn):
-    """Have `learn` trace each step and run it by the program that could be run again.
+    """Have `learn` trace each step and run it by the program that could be replayed.
     With `replay=False` a batch that waits for a step keeps what is between the gradients and what they are views of, too, so XLA may compute a last digit otherwise, on some machines"""
     learn.replay.confirm = learn.replay.valid.confirm = 10**6
     return learn

@@ -1,9 +1,9 @@
-"Write what the package raises and warns of into nbs/troubleshooting.ipynb, a cell for each chapter, from the code: `make nbs`."
-import ast, json
+"What the package raises and warns of, from its code: a page of the documentation."
+import ast
 from pathlib import Path
 
 root = Path(__file__).resolve().parent.parent
-lib, page = root/'fastai_xla', root/'nbs'/'troubleshooting.ipynb'
+lib = root/'fastai_xla'
 
 def text(o):
     "The text that an expression makes, with … for what is only known when it runs; '' if it is no text"
@@ -36,17 +36,18 @@ def messages(path):
 
 def quoted(s): return s.replace('|', r'\|').replace('<', '&lt;').replace('*', r'\*')
 
-def cells():
-    "Title and table of each chapter that has messages, by the id of its cell"
-    rooms = {}
-    for o in sorted(lib.rglob('[a-z]*.py')): rooms.setdefault(o.relative_to(lib).parts[0].removesuffix('.py'), []).extend((*m, o.relative_to(root)) for m in messages(o))
-    return {f'messages-{k}': f'## From `{k}`\n\n| message | kind | room |\n|---|---|---|\n' + '\n'.join(f'| {quoted(t)} | {kind} | `{o}` |' for t,kind,o in v)
-            for k,v in rooms.items() if v}
+FILTER = """<input id="filter" type="search" placeholder="Part of a message" aria-label="Show the messages that contain">
+<script>
+document.getElementById('filter').addEventListener('input', e => {
+  const wanted = e.target.value.toLowerCase()
+  document.querySelectorAll('.md-typeset tbody tr').forEach(o => o.hidden = !o.textContent.toLowerCase().includes(wanted))
+})
+</script>"""
 
-def write():
-    nb = json.loads(page.read_text(encoding='utf-8'))
-    nb['cells'] = [o for o in nb['cells'] if not o['id'].startswith('messages-')]
-    for k,v in cells().items(): nb['cells'].append(dict(cell_type='markdown', id=k, metadata={}, source=v.splitlines(keepends=True)))
-    page.write_text(json.dumps(nb, indent=1, ensure_ascii=False)+'\n', encoding='utf-8')
-
-if __name__ == '__main__': write()
+def page():
+    "Markdown of the page that lists all messages, a table for each chapter"
+    chapters,res = {},["# All messages", "> For those who search for a message: what the package raises and warns of. … stands for what is known when it happens", FILTER]
+    for o in sorted(lib.rglob('[a-z]*.py')): chapters.setdefault(o.relative_to(lib).parts[0].removesuffix('.py'), []).extend((*m, o.relative_to(lib)) for m in messages(o))
+    for k,v in chapters.items():
+        if v: res.append(f'## {k}\n\n| message | kind | module |\n|---|---|---|\n' + '\n'.join(f'| {quoted(t)} | {kind} | `{o}` |' for t,kind,o in v))
+    return '\n\n'.join(res)+'\n'

@@ -1,7 +1,8 @@
 "Render README.md from nbs/index.ipynb: markdown with its pictures, code as fenced blocks, without hidden cells and directive lines."
 import json, re
-from configparser import ConfigParser
 from pathlib import Path
+try: import tomllib
+except ImportError: import tomli as tomllib
 
 root = Path(__file__).parent.parent
 
@@ -22,11 +23,10 @@ def badge(label, value):
         f'<g fill="#fff" font-family="Verdana,DejaVu Sans,sans-serif" font-size="11">{word(label, a/2)}{word(value, a+b/2)}</g></svg>\n')
 
 def badges():
-    "The badges by the name of their files, from settings.ini"
-    ini = ConfigParser(delimiters=['='], interpolation=None)
-    ini.read(root/'settings.ini', encoding='utf-8')
-    cfg = ini['DEFAULT']
-    return {'license.svg': badge('license', cfg['license']), 'python.svg': badge('python', f"{cfg['min_python']} to {cfg['max_python']}")}
+    "The badges by the name of their files, from pyproject.toml"
+    project = tomllib.loads((root/'pyproject.toml').read_text(encoding='utf-8'))['project']
+    pythons = re.findall(r'Python :: (3\.\d+)', ' '.join(project['classifiers']))
+    return {'license.svg': badge('license', project['license']), 'python.svg': badge('python', f"{pythons[0]} to {pythons[-1]}")}
 
 if __name__ == '__main__':
     for k,v in badges().items(): (root/'nbs/images'/k).write_text(v, encoding='utf-8')

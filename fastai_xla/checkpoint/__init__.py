@@ -1,11 +1,9 @@
-"Checkpoints that training goes on from."
-from .types import *
-from .codec import *
-from .store import *
-from .sharded import *
-from .fingerprint import *
-from .progress import *
-from .writer import *
-from .goal import *
-from .export import *
-from .resume import *
+"Checkpoints from which training resumes."
+from . import export
+from .storage import DamagedCheckpoint
+from .safe import register_type
+from .train_state import load_state
+from .manager import CheckpointError, KeepPolicy
+from .callback import TPUCheckpoint, resume_from
+
+__all__ = ['TPUCheckpoint', 'resume_from', 'KeepPolicy', 'load_state', 'register_type', 'CheckpointError', 'DamagedCheckpoint']

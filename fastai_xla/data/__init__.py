@@ -1,12 +1,6 @@
 "Batches."
-from .rng import *
-from .placement import *
-from .shapes import *
-from .prefetch import *
-from .source import *
-from .loader import *
-from .share import *
-from .shards import *
-from .records import *
-from .stream import *
-from ..runtime.transfer import upload
+from .placement import TfmPlacement
+from .loader import XLADL
+from .shards import StreamDL, TarShards, TFRecordShards
+
+__all__ = ['XLADL', 'TfmPlacement', 'StreamDL', 'TarShards', 'TFRecordShards']

@@ -1,4 +1,4 @@
-"""Whose random state draws: the training thread's, the background thread's, each replica's
+"""The random states of Python, numpy and torch: taken, set, kept, and one of its own for each replica
 
 Docs: https://fastai-xla.github.io/fastai_xla/data.rng.html.md"""
 
@@ -6,12 +6,11 @@ Docs: https://fastai-xla.github.io/fastai_xla/data.rng.html.md"""
 
 # %% auto #0
 __all__ = ['rng_lock', 'rng_state', 'set_rng_state', 'seed_all', 'base_seed', 'kept_rng', 'rng_state_after', 'OwnDraws',
-           'RNGWatch', 'noted_draws', 'Turns', 'RNGHandoff']
+           'locked_draws']
 
 # %% ../../nbs/200_data.rng.ipynb #imports
 import random, threading
-from contextlib import contextmanager, suppress
-from weakref import WeakSet
+from contextlib import contextmanager
 import numpy as np, torch
 from ..runtime.args import check_int, wrong_arg
 
@@ -31,9 +30,6 @@ def set_rng_state(
         random.setstate(s[0])
         np.random.set_state(s[1])
         torch.set_rng_state(s[2])
-
-def _plain(s): return s[0],(s[1][0],s[1][1].tobytes(),*s[1][2:]),s[2].numpy().tobytes() # comparable
-def _same_state(a, b): return _plain(a)==_plain(b)
 
 # %% ../../nbs/200_data.rng.ipynb #seeds
 def seed_all(
@@ -88,134 +84,6 @@ class OwnDraws:
     def __call__(self): return _drawing(self)
 
 # %% ../../nbs/200_data.rng.ipynb #watch
-_watches = WeakSet()
-
-class RNGWatch:
-    "Watches from here on what is drawn from the random state, and not by other threads in `noted_draws`"
-    def __init__(self):
-        self.thread = threading.get_ident()
-        with rng_lock: # no draw between the two
-            self.state = rng_state()
-            _watches.add(self)
-
-    def drawn(self):
-        "Whose random numbers were drawn, in words; None if none were"
-        with rng_lock: was,now = _plain(self.state),_plain(rng_state())
-        return next((f'{k} random numbers' for k,a,b in zip(("Python's", "numpy's", "torch's"), was, now) if a!=b), None)
-
-@contextmanager
-def noted_draws():
-    "The body draws from the random state, apart from other threads, and whoever watches in one of these knows"
-    with rng_lock:
-        others = [o for o in _watches if o.thread!=threading.get_ident()]
-        before = others and rng_state()
-        try: yield
-        finally:
-            for o in others:
-                if _same_state(before, o.state): o.state = rng_state()
-
-# %% ../../nbs/200_data.rng.ipynb #turns
-class Turns:
-    "Two threads that take turns: the background thread has its own while the training thread waits"
-    def __init__(self):
-        self.ended,self._turn,self._held = False,threading.RLock(),threading.Lock()
-
-    def begin(self):
-        "Training thread: it is its turn until `end`, but in `waiting`"
-        self._turn.acquire()
-
-    def _leave(self):
-        try: self._turn.release()
-        except RuntimeError: pass # Ctrl-C has come before it was acquired again
-
-    def waiting(self, f):
-        "Training thread: what `f()` returns; meanwhile the background thread may have its turn"
-        if self.ended: return f()
-        self._leave()
-        try: return f()
-        finally: self._turn.acquire()
-
-    def end(self):
-        "Training thread: no further batch is wanted, and no turns"
-        self.ended = True
-        self.go_on()
-        self._leave()
-
-    @contextmanager
-    def turn(self):
-        "Background thread: its turn; after an `end` that another thread than the one of `begin` has called, without"
-        while not (mine := self._turn.acquire(timeout=1)) and not self.ended: pass
-        try: yield
-        finally:
-            if mine: self._turn.release()
-
-    def hold(self):
-        "Background thread: `may_go_on` is to wait for the training thread's `go_on`"
-        self._held.acquire(blocking=False)
-
-    def go_on(self):
-        "Training thread: what had to come before the next batch has come"
-        with suppress(RuntimeError): self._held.release()
-
-    def may_go_on(self):
-        "Background thread: wait for what has to come before the next batch. Is another wanted?"
-        if not self.ended:
-            self._held.acquire()
-            self.go_on()
-        return not self.ended
-
-# %% ../../nbs/200_data.rng.ipynb #handoff
-class RNGHandoff(Turns):
-    "Whose turn it is to draw: the training thread's or the background thread's, each with a random state of its own"
-    def __init__(self,
-        state=None, # The background thread's random state, see `rng_state`; None: it takes over the global one, which goes on where it ends
-    ):
-        super().__init__()
-        self.takes_global,self.start = state is None,state or rng_state()
-        self.state,self.taken = self.start,None # the background thread's, and what it was after the last batch that was taken
-        self.draws,self.device_draws = None,True # None: not known before the first batch
-
-    @contextmanager
-    def background(self):
-        "Background thread: draw for a batch, in its turn and from its own state"
-        if self.draws is False: return (yield)
-        with self.turn(),_drawing(self): yield
-
-    def made(self):
-        "Background thread: a batch is made; returns the random state after it, which is handed over with it"
-        if self.draws is None: self.draws = not _same_state(self.start, self.state)
-        if self.draws and self.device_draws: self.hold()
-        return self.state
-
-    def took(self, state):
-        "Training thread: it has the batch that was made with `state`; with the first it gets another seed, if the loader draws from the global one"
-        first,self.taken = self.taken is None,state
-        if not (first and self.draws and self.takes_global): return
-        with noted_draws(): seed_all(np.random.randint(2**31))
-
-    @contextmanager
-    def device(self):
-        "Training thread: transforms on the device draw for the batch that it took, after its items"
-        if self.draws and not self.device_draws: return (yield)
-        if self.takes_global and not self.draws:
-            with noted_draws(): return (yield)
-        before = self.state
-        with _drawing(self): yield
-        self.taken,self.device_draws = self.state,not _same_state(before, self.state)
-        self.go_on()
-
-    def mark(self):
-        "Training thread: where the draws are after the batch that was taken last, for `go_back`"
-        return self.taken if self.draws or not self.takes_global else rng_state()
-
-    def go_back(self, mark):
-        "Training thread: no batch after that of `mark`, from this iteration or one before it, counts"
-        if self.draws: self.taken = mark
-        elif self.takes_global: self._set_global(mark)
-
-    def give_back(self, whole):
-        "At the end: the global state goes on after the last draw of the loader if the `whole` was taken, else after the last batch that was"
-        if self.takes_global and self.draws and self.taken is not None: self._set_global(self.state if whole else self.taken)
-
-    def _set_global(self, state):
-        with noted_draws(): set_rng_state(state)
+def locked_draws():
+    "A context that draws from the random state, apart from other threads"
+    return rng_lock

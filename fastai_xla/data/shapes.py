@@ -11,21 +11,21 @@ __all__ = ['pad_batch', 'ShapeWatch', 'shape_watch', 'bucket_lens', 'bucket_len'
 import warnings
 from itertools import combinations
 import numpy as np, torch
-from fastai.basics import apply
 from fastai.text.data import TensorText
 from fastcore.all import first
 from torch.nn import functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 from ..runtime.args import check_int
+from ..runtime.transfer import map_tensors
 
 # %% ../../nbs/220_data.shapes.ipynb #pad
 def pad_batch(
-    b, # Nested tuples, lists and dicts; all tensors in it have `n` samples
+    b, # A batch; all tensors in it have `n` samples
     n:int, # Number of samples
     bs:int, # Number of samples to fill up to
 ):
     "`b` filled up from `n` to `bs` samples with copies of the first; what is no tensor stays as it is"
-    return apply(lambda o: torch.cat([o, o[:1].expand(bs-n, *o.shape[1:])]) if isinstance(o, torch.Tensor) else o, b)
+    return map_tensors(lambda ts: [torch.cat([t, t[:1].expand(bs-n, *t.shape[1:])]) for t in ts], b, select=lambda o: isinstance(o, torch.Tensor))
 
 # %% ../../nbs/220_data.shapes.ipynb #shapes
 class ShapeWatch:

@@ -68,6 +68,17 @@ class RankShare:
         if whole and start==end: self.idxs = np.append(self.idxs, np.arange(min(n, least)))
         self.bs,self.full,self.last = bs,(bs, bs*world_size),(end-start, whole) if whole else None
         self.n_batches = -(-len(self.idxs)//bs)
+        self.n,self.world_size,self.train,self.drop_last,self.least = n,world_size,train,drop_last,least
+
+    def step_counts(self,
+        i:int, # Number of a batch
+    ):
+        "Samples of batch `i` that count, on each rank"
+        ranks,bs = range(self.world_size),self.bs
+        if not self.train: return [min(bs, max(0, self.n-(i*self.world_size+r)*bs)) for r in ranks]
+        if self.last is None or i!=self.n_batches-1: return [bs]*self.world_size
+        spans = [_tail(self.n, r, self.world_size, bs, self.drop_last, self.least) for r in ranks]
+        return [end-start for start,end,_ in spans]
 
     def step_sizes(self,
         i:int, # Number of a batch

@@ -6,17 +6,16 @@ Docs: https://fastai-xla.github.io/fastai_xla/data.source.html.md"""
 
 # %% auto #0
 __all__ = ['is_torch', 'is_stream', 'is_stateful', 'in_samples', 'copy_dl', 'order_of', 'order_state', 'set_order_state',
-           'begin_epoch', 'start_iter', 'end_iter', 'note_types']
+           'begin_epoch', 'start_iter', 'end_iter']
 
 # %% ../../nbs/240_data.source.ipynb #imports
 import itertools, warnings
 from copy import copy
 from functools import partial
 import numpy as np, torch
-from fastai.basics import DataLoader, TfmdDL
+from fastai.basics import DataLoader
 from fastai.data.load import _loaders
-from fastai.torch_basics import explode_types
-from fastcore.all import chunked, is_listy, noop, num_cpus
+from fastcore.all import chunked, noop, num_cpus
 from torch.utils.data import get_worker_info, IterableDataset
 from ..runtime.device import runtime_started, xr
 from ..runtime.ranks import rank
@@ -151,11 +150,3 @@ def end_iter(
     "End the worker processes of `it`, unless they are to serve the next epoch too"
     if not getattr(dl, 'persistent_workers', False) and hasattr(it, '_shutdown_workers'): it._shutdown_workers()
     if 'it' in getattr(dl, '__dict__', ()): del dl.it
-
-def note_types(
-    dl, # A loader of any kind
-    b, # A batch of it
-):
-    "Spare a stream fastai's look at one more sample to learn the number of inputs: a background thread may read there"
-    if not isinstance(dl, TfmdDL) or dl.indexed or hasattr(dl, '_n_inp'): return
-    dl._n_inp,dl._types = max(len(b)-1, 1) if is_listy(b) else 1,explode_types(b)

@@ -1,9 +1,5 @@
 "Processes, one for each chip."
-from .carry import *
-from .wire import *
-from .settle import *
-from .replica import *
-from .crew import *
-from .pool import *
-from .watchdog import *
-from .slice import *
+from .messages import LaunchError, LaunchInterrupt
+from .launcher import tpu_launch, TPUPool, get_pool, pool_setup
+
+__all__ = ['tpu_launch', 'TPUPool', 'get_pool', 'pool_setup', 'LaunchError', 'LaunchInterrupt']

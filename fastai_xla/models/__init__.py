@@ -1,11 +1,6 @@
 "Models fit for XLA."
-from .deferred import *
-from .as_written import *
-from .repeats import *
-from .norms import *
-from .tpu_forms import *
-from .text import *
-from .timm import *
-from .scan import *
-from .blocks import *
-from .ranges import *
+from .deferred import deferred_init, materialize
+from .timm import xla_friendly, mean_vit, vit_10m, vit_100m, vit_1b, vit_3b, vit_10b
+from .blocks import checkpointed
+
+__all__ = ['deferred_init', 'materialize', 'xla_friendly', 'mean_vit', 'vit_10m', 'vit_100m', 'vit_1b', 'vit_3b', 'vit_10b', 'checkpointed']

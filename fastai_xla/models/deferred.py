@@ -1,4 +1,4 @@
-"""Build a model without its values, and make them where they are needed, one parameter at a time
+"""Build a model without its values, and make them where they are needed, one module at a time
 
 Docs: https://fastai-xla.github.io/fastai_xla/models.deferred.html.md"""
 
@@ -8,127 +8,9 @@ Docs: https://fastai-xla.github.io/fastai_xla/models.deferred.html.md"""
 __all__ = ['deferred_init', 'materialize']
 
 # %% ../../nbs/300_models.deferred.ipynb #imports
-import math, mmap
-from collections import defaultdict
-from dataclasses import dataclass
-from functools import reduce
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 from ..runtime.args import check_callable, check_type
-
-# %% ../../nbs/300_models.deferred.ipynb #step
-@dataclass(frozen=True)
-class _Ref:
-    "A tensor that is only described"
-    storage:int
-    nbytes:int # Of the storage
-    dtype:torch.dtype
-    shape:tuple
-    stride:tuple
-    offset:int
-
-    def of(self, memory): return torch.as_strided(memory, self.shape, self.stride, self.offset)
-
-    def memory(self):
-        "Memory for the storage, which the system has back as soon as it is let go; malloc may keep what it had"
-        return torch.frombuffer(mmap.mmap(-1, self.nbytes), dtype=self.dtype) if self.nbytes else torch.empty(0, dtype=self.dtype)
-
-def _refs(o): return [r for r in tree_leaves(o) if isinstance(r, _Ref)]
-
-_fills = {'uniform_','normal_','zero_','fill_','random_','bernoulli_','exponential_','cauchy_','log_normal_','geometric_'}
-
-@dataclass(frozen=True)
-class _Step:
-    "One operation that was recorded"
-    name:str # As in 'aten.uniform_.default'
-    args:tuple
-    kwargs:dict
-    out:object
-
-    @property
-    def func(self): return reduce(getattr, ('ops', *self.name.split('.')), torch)
-    @property
-    def storages(self): return {r.storage for r in _refs((self.args, self.kwargs, self.out))}
-    @property
-    def is_random(self): return torch.Tag.nondeterministic_seeded in self.func.tags
-
-    @property
-    def fills(self):
-        "Does it give each value of a storage anew?"
-        if self.name.split('.')[1] not in _fills: return False
-        r = self.args[0]
-        return math.prod(r.shape)*r.dtype.itemsize==r.nbytes
-
-    def play(self, find):
-        "Do it on the host, with what `find` gives for each described tensor"
-        def real(o): return find(o) if isinstance(o, _Ref) else torch.device('cpu') if isinstance(o, torch.device) else o
-        return self.func(*tree_map(real, self.args), **tree_map(real, self.kwargs))
-
-# %% ../../nbs/300_models.deferred.ipynb #tape
-class _Tape:
-    "What a constructor does to memory that is only described"
-    def __init__(self): self.steps,self.seed,self.slots = [],torch.get_rng_state(),{}
-
-    def _spans(self):
-        "Of each storage the first step whose values last, and the last step"
-        first,last,shared = {},{},set()
-        for i,o in enumerate(self.steps):
-            ss = o.storages
-            last.update(dict.fromkeys(ss, i))
-            if len(ss)>1: shared |= ss
-            elif o.fills and not ss & shared: first.update(dict.fromkeys(ss, i))
-        return first,last
-
-    def play(self, done):
-        "Call `done` with each storage when its values are complete, and a function that finds those of a described tensor"
-        (first,last),real = self._spans(),{}
-        def find(r):
-            if r.storage not in real: real[r.storage] = r.memory()
-            return r.of(real[r.storage])
-        with torch.random.fork_rng(devices=[]),torch.no_grad():
-            torch.set_rng_state(self.seed)
-            for i,o in enumerate(self.steps):
-                ss = o.storages
-                if i>=max(first.get(s, 0) for s in ss): _keep(o.out, o.play(find), real)
-                elif o.is_random: o.play(lambda r: r.of(r.memory()))
-                for s in ss:
-                    if last[s]!=i: continue
-                    done(s, find)
-                    real.pop(s, None)
-
-def _keep(out, ts, real):
-    "Take the results `ts` of a step for the storages, described in `out`, that had no memory yet"
-    for r,t in zip(tree_leaves(out), tree_leaves(ts)):
-        if isinstance(r, _Ref): real.setdefault(r.storage, t)
-
-# %% ../../nbs/300_models.deferred.ipynb #recorder
-_allocates = {'empty','empty_strided','zeros','ones','full','rand','randn','normal','empty_permuted'}
-
-def _is_meta(o): return isinstance(o, torch.Tensor) and o.device.type=='meta'
-def _to_meta(o): return o.to('meta') if isinstance(o, torch.Tensor) and o.ndim else o
-
-class _Recorder(TorchDispatchMode):
-    "Puts memory on the meta device, and what is done to it on `tape`"
-    def __init__(self, tape):
-        super().__init__()
-        self.tape,self.ids,self.alive = tape,{},[]
-
-    def ref(self, o):
-        if not _is_meta(o): return o
-        s = o.untyped_storage()
-        self.alive.append(s) # or another one gets its address
-        return _Ref(self.ids.setdefault(s._cdata, len(self.ids)), s.nbytes(), o.dtype, tuple(o.shape), o.stride(), o.storage_offset())
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs,ts = dict(kwargs or {}),[o for o in tree_leaves((args, kwargs)) if isinstance(o, torch.Tensor)]
-        if str(func).split('.')[1] in _allocates and not ts: kwargs['device'] = torch.device('meta')
-        mixed = any(map(_is_meta, ts)) and not all(map(_is_meta, ts))
-        out = func(*tree_map(_to_meta, args), **kwargs) if mixed else func(*args, **kwargs)
-        step = _Step(str(func), *tree_map(self.ref, (tuple(args), kwargs, out)))
-        if step.storages: self.tape.steps.append(step)
-        return out
 
 # %% ../../nbs/300_models.deferred.ipynb #deferred
 def deferred_init(
@@ -136,59 +18,61 @@ def deferred_init(
     *args, # For `f`
     **kwargs, # For `f`
 ):
-    "What `f` returns, with parameters and buffers on the meta device, and a tape from which `materialize` makes them"
+    "The model that `f` builds, whose tensors take no memory (meta device) until `materialize` makes them"
     check_callable('f', f)
-    tape = _Tape()
-    recorder = _Recorder(tape)
     try:
-        with recorder: model = f(*args, **kwargs)
+        with torch.device('meta'): model = f(*args, **kwargs)
     except (RuntimeError, NotImplementedError) as e:
         if 'meta' not in str(e): raise
         name = getattr(f, '__name__', f)
         raise RuntimeError(f"{name} looks at values while it builds the model, so it cannot be deferred: call it as it is. {e}") from e
+    model._deferred = torch.get_rng_state()
     torch.rand(()) # so that the next model draws other values
-    tape.slots = {n: recorder.ref(t) for n,t in _named(model) if _is_meta(t)}
-    model._tape = tape
     return model
 
+# %% ../../nbs/300_models.deferred.ipynb #materialize
 def _named(m): return [*m.named_parameters(remove_duplicate=False), *m.named_buffers(remove_duplicate=False)]
 
-# %% ../../nbs/300_models.deferred.ipynb #materialize
-def _like(old, t):
+def _like(t, old):
+    "`t` as the kind of tensor that `old` is"
     if not isinstance(old, nn.Parameter): return t
     res = nn.Parameter(t, old.requires_grad)
     res.__dict__.update(old.__dict__)
     return res
 
-def _put(m, name, t):
-    path,_,k = name.rpartition('.')
-    m = m.get_submodule(path)
-    (m._parameters if k in m._parameters else m._buffers)[k] = t
+def _reset(name, m):
+    if hasattr(m, 'reset_parameters'): return m.reset_parameters()
+    raise RuntimeError(f"{type(m).__name__} ({name or 'the model'}) has parameters or buffers of its own and no `reset_parameters`, so nothing says with what "
+        "values they start: build the model as it is, or give it a method `init_module(name, module)`.")
 
-def _play(m, tape, new, place):
-    "Put what `tape` makes into the slots of `m` that are still open; `place` is asked once for each tensor of `new`"
-    todo,now = defaultdict(list),dict(_named(m))
-    for n,r in tape.slots.items():
-        if _is_meta(now.get(n)): todo[r.storage].append((n, r, now[n]))
-    def done(s, find):
-        for n,r,t in todo[s]:
-            if t not in new: new[t] = _like(t, place(t, find(r)))
-            _put(m, n, new[t])
-    tape.play(done)
+def _make(name, m, init, new, place):
+    "Make the tensors of the module `m` itself that are on the meta device and not in `new`"
+    slots = [(d, k, t) for d in (m._parameters, m._buffers) for k,t in d.items() if t is not None and t.is_meta]
+    for d,k,t in slots: d[k] = _like(torch.empty_like(t, device='cpu'), t)
+    made = [(d[k], d[k]._version) for d,k,_ in slots]
+    if any(t not in new for *_,t in slots): init(name, m)
+    for (d,k,t),(was,version) in zip(slots, made):
+        if t not in new:
+            if d[k] is was and was._version==version: raise RuntimeError(f"{type(m).__name__} ({name or 'the model'}) leaves its {k} without values: "
+                "build the model as it is, or give it a method `init_module(name, module)`.")
+            new[t] = _like(place(t, d[k].detach()), t)
+        d[k] = new[t]
 
 def materialize(
     model:nn.Module, # May have parts that `deferred_init` made
-    place=None, # From name and values of a tensor to what takes its place; None: a copy
+    place=None, # From name and values of a tensor to what takes its place; None: the values as they are
 ):
-    "Make the parameters and buffers of `model` one by one; returns `{old parameter: new parameter}`"
+    "Make the parameters and buffers of `model` module by module; returns `{old parameter: new parameter}`"
     check_type('model', model, nn.Module, 'an `nn.Module`')
     check_callable('place', place, none=True)
     names,new = {},{}
     for n,t in _named(model): names.setdefault(t, n)
-    def made(old, t): return place(names[old], t) if place else t.clone()
-    for m in model.modules():
-        if '_tape' in vars(m): _play(m, vars(m).pop('_tape'), new, made)
-    left = [n for n,t in _named(model) if _is_meta(t)]
+    def placed(old, t): return place(names[old], t) if place else t
+    for root in [m for m in model.modules() if '_deferred' in vars(m)]:
+        with torch.random.fork_rng(devices=[]),torch.no_grad():
+            torch.set_rng_state(vars(root).pop('_deferred'))
+            for n,m in root.named_modules(): _make(n, m, getattr(root, 'init_module', _reset), new, placed)
+    left = [n for n,t in _named(model) if t.is_meta]
     if left: raise RuntimeError(f"{left[0]} and {len(left)-1} more tensors are on the meta device, and nothing says how to make them: "
         "build the model with `deferred_init(f)`.")
     return {o: p for o,p in new.items() if isinstance(o, nn.Parameter)}

@@ -6,7 +6,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/models.norms.html.md"""
 
 # %% auto #0
 __all__ = ['center', 'standardize', 'lend_builtin', 'partition_norms', 'batch_norms', 'mixes_samples', 'running_stats',
-           'lend_global_norms', 'lend_float_norms', 'lend_weight_norms']
+           'lend_global_norms', 'lend_core_norms', 'lend_weight_norms']
 
 # %% ../../nbs/320_models.norms.ipynb #imports
 import weakref
@@ -78,25 +78,25 @@ def _batch_norm(torch_, stock, x, weight, bias, running_mean, running_var, train
 _partitioned = dict(layer_norm=_layer_norm, group_norm=_group_norm, instance_norm=_instance_norm, batch_norm=_batch_norm)
 
 def _register_until_gone(f, op):
-    "Tell TorchScript that `f` is the operator `op`; it goes by the address of `f`, which may become that of something else"
+    "Register `f` with TorchScript as the operator `op`; it goes by the address of `f`, which may become that of something else"
     _register_builtin(f, op)
     weakref.finalize(f, _get_builtin_table().pop, id(f), None)
 
 def lend_builtin(
-    loans, # `Loans`, which give it back
+    loans, # `Loans`, which restore it
     owner, # A module of torch
     name:str, # Of its function
     f, # As for `Loans.lend`
 ):
-    "Lend `owner` a function that TorchScript goes on to take for torch's own"
+    "Patch a function of `owner`, which TorchScript still takes for torch's own"
     op = _find_builtin(getattr(owner, name))
     loans.lend(owner, name, f)
     if op: _register_until_gone(getattr(owner, name), op)
 
 def partition_norms(
-    loans, # `Loans`, which give torch its own back
+    loans, # `Loans`, which restore torch's own
 ):
-    "Lend torch `layer_norm`, `group_norm`, `instance_norm` and `batch_norm` that XLA's partitioner can split"
+    "Patch torch's `layer_norm`, `group_norm`, `instance_norm` and `batch_norm` with versions that XLA's partitioner can split"
     for name,f in _partitioned.items(): lend_builtin(loans, torch, name, f)
 
 # %% ../../nbs/320_models.norms.ipynb #global-norm
@@ -122,35 +122,49 @@ def _float_norm(m, stock, x):
     try: return stock(x.float()).to(x.dtype)
     finally: vars(m).update(own)
 
+def _track_batch(m, mean, var, n):
+    if not m.track_running_stats: return
+    m.num_batches_tracked += 1
+    _track(m.running_mean, m.running_var, mean, var, n, 1/m.num_batches_tracked if m.momentum is None else m.momentum)
+
 def _by_all_ranks(m, x):
     d,mean,var = center(widen(x), _batch_dims(x), _MeanOfRanks.apply)
-    if m.track_running_stats:
-        m.num_batches_tracked += 1
-        momentum = 1/m.num_batches_tracked if m.momentum is None else m.momentum
-        _track(m.running_mean, m.running_var, mean, var, x.numel()//x.shape[1]*world_size(), momentum)
+    _track_batch(m, mean, var, x.numel()//x.shape[1]*world_size())
     return affine(normed(d, var, m.eps), m.weight, m.bias, by_channel(x), x.dtype)
 
-def _global_norm(m, stock, x):
-    if not m.training: return _float_norm(m, stock, x)
+def _by_each_core(m, x, n):
+    y = widen(x).reshape(n, len(x)//n, *x.shape[1:])
+    d,mean,var = center(y, (1, *range(3, y.ndim)))
+    _track_batch(m, mean.mean(0), var.mean(0), y[0].numel()//x.shape[1])
+    return affine(normed(d, var, m.eps).reshape(x.shape), m.weight, m.bias, by_channel(x), x.dtype)
+
+def _layer_of(m, x, norm):
+    "What the layer `m` makes of `x`, where `norm(m, x)` normalizes"
     aux = getattr(m, 'aux_bn', ()) # timm's layers have more in them: a layer for each further split of the batch, and what follows a norm
     first,*rest = x.split(len(x)//(1+len(aux)))
-    x = torch.cat([_by_all_ranks(m, first), *[a(o) for a,o in zip(aux, rest, strict=True)]]) if aux else _by_all_ranks(m, x)
+    x = torch.cat([norm(m, first), *[a(o) for a,o in zip(aux, rest, strict=True)]]) if aux else norm(m, x)
     for k in ('drop','act'): x = getattr(m, k, noop)(x)
     return x
 
+def _global_norm(m, stock, x): return _layer_of(m, x, _by_all_ranks) if m.training else _float_norm(m, stock, x)
+
 def lend_global_norms(
     model:nn.Module,
-    loans, # `Loans`, which give the layers their own forward back
+    loans, # `Loans`, which restore the layers' own `forward`
 ):
-    "Lend the BatchNorm layers of `model` a forward that normalizes by the batches of all ranks; every rank must run it"
+    "Patch the BatchNorm layers of `model` to normalize by the batches of all ranks; every rank must run it"
     for m in batch_norms(model): loans.lend(m, 'forward', _global_norm)
 
-def lend_float_norms(
+def lend_core_norms(
     model:nn.Module,
-    loans, # `Loans`, which give the layers their own forward back
+    n:int, # Cores over which a batch is split
+    loans, # `Loans`, which restore the layers' own `forward`
 ):
-    "Lend the BatchNorm layers of `model` a forward in float32, for parameters that FSDP has gathered in another type: XLA refuses to mix them"
-    for m in batch_norms(model): loans.lend(m, 'forward', _float_norm)
+    "Patch the BatchNorm layers of `model` to normalize each core's part of the batch by itself, if the parts have one size"
+    def _core_norm(m, stock, x):
+        parts = n*(1+len(getattr(m, 'aux_bn', ())))
+        return _layer_of(m, x, lambda m, x: _by_each_core(m, x, n)) if m.training and on_xla(x) and len(x)%parts==0 else stock(x)
+    for m in batch_norms(model): loans.lend(m, 'forward', _core_norm)
 
 # %% ../../nbs/320_models.norms.ipynb #weight-norms
 def _weight_norm(v, g, dim): return v*(g/torch.norm_except_dim(v, 2, dim))
@@ -169,9 +183,9 @@ def _spectral_weight(m, stock, w):
 
 def lend_weight_norms(
     model:nn.Module,
-    loans, # `Loans`, which give what normalizes weights its own methods back
+    loans, # `Loans`, which restore the methods
 ):
-    "Lend `weight_norm` and `spectral_norm` in `model` formulas that stay on an XLA device"
+    "Patch `weight_norm` and `spectral_norm` in `model` with formulas that stay on an XLA device"
     for m in model.modules():
         if isinstance(m, parametrizations._WeightNorm): loans.lend(m, 'forward', _normed_weight)
         if isinstance(m, parametrizations._SpectralNorm): loans.lend(m, 'forward', _spectral_weight)

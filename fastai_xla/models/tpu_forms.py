@@ -1,4 +1,4 @@
-"""Functions of torch in the form of which a TPU's compiler makes the least
+"""Functions of torch, written so that a TPU's compiler makes cheaper programs of them
 
 Docs: https://fastai-xla.github.io/fastai_xla/models.tpu_forms.html.md"""
 
@@ -8,22 +8,13 @@ Docs: https://fastai-xla.github.io/fastai_xla/models.tpu_forms.html.md"""
 __all__ = ['lend_tpu_forms']
 
 # %% ../../nbs/325_models.tpu_forms.ipynb #imports
-from contextlib import suppress
 import torch
 from torch.nn import functional as F
 from ..runtime.device import xm
 from ..runtime.transfer import on_xla
 from ..patches.recompute import casting_now, is_checkpointing, only_kept
-from ..patches.ops import affine, by_channel, normed, widen
+from ..patches.ops import widen
 from .norms import lend_builtin
-
-# %% ../../nbs/325_models.tpu_forms.ipynb #layer-norm
-def _layer_norm(torch_, stock, x, normalized_shape, weight=None, bias=None, eps=1e-5, *args):
-    if not on_xla(x): return stock(x, normalized_shape, weight, bias, eps, *args)
-    y,dims = widen(x),tuple(range(-len(normalized_shape), 0))
-    mean = y.mean(dims, keepdim=True)
-    var = ((y*y).mean(dims, keepdim=True)-mean*mean).clamp(min=0)
-    return affine(normed(y-mean, var, eps), weight, bias, tuple(normalized_shape), x.dtype)
 
 # %% ../../nbs/325_models.tpu_forms.ipynb #attention
 def _attention(F_, stock, query, key, value, attn_mask=None, dropout_p=0., is_causal=False, scale=None, enable_gqa=False):
@@ -107,38 +98,12 @@ def _conv2d(F_, stock, input, weight, bias=None, stride=1, padding=0, dilation=1
     y = _OfSmallImages.apply(stock, input, weight, _pair(stride), _pair(padding)).as_subclass(type(input))
     return y if bias is None else y+bias.to(y.dtype)[:,None,None]
 
-# %% ../../nbs/325_models.tpu_forms.ipynb #pool
-def _norm_before(y):
-    "The batch norm of which `y` is the ReLU, if its scale and shift are trained and what it was given is kept; None if it is none"
-    if type(y.grad_fn).__name__!='ReluBackward0' or is_checkpointing(): return
-    norm = y.grad_fn.next_functions[0][0]
-    if type(norm).__name__!='NativeBatchNormBackward0' or not norm._saved_training or not all(hasattr(f, 'variable') for f,_ in norm.next_functions[1:]): return
-    with suppress(RuntimeError),only_kept(): return norm if norm._saved_input is not None else None
-
-def _relu_of(norm):
-    "The ReLU of what the batch norm `norm` made, again"
-    x,weight,bias = [t.detach() for t in (norm._saved_input, *(f.variable for f,_ in norm.next_functions[1:]))]
-    x,shape = x.clone(),by_channel(x)
-    xm.optimization_barrier_([x])
-    mean,scale = [t.reshape(shape) for t in (norm._saved_result1, norm._saved_result2)]
-    return affine((x-mean)*scale, weight, bias, shape, x.dtype).relu()
-
-def _max_pool2d(torch_, stock, input, *args, **kwargs):
-    norm = _norm_before(input) if on_xla(input) else None
-    if not norm: return stock(input, *args, **kwargs)
-    with suppress(RuntimeError): # others look after what the ReLU keeps
-        input.grad_fn._raw_saved_result.register_hooks(lambda t: None, lambda _: _relu_of(norm))
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: None if t is input else t, lambda t: _relu_of(norm) if t is None else t):
-        return stock(input, *args, **kwargs)
-
 # %% ../../nbs/325_models.tpu_forms.ipynb #lend
 def lend_tpu_forms(
-    loans, # `Loans`, which give torch its own back
+    loans, # `Loans`, which restore torch's own
 ):
-    "Lend torch the functions of this notebook, of which a TPU's compiler makes less than of torch_xla's"
-    lend_builtin(loans, torch, 'layer_norm', _layer_norm)
+    "Patch torch with the functions of this notebook, of which a TPU's compiler makes cheaper programs than of torch_xla's"
     lend_builtin(loans, torch, 'embedding', _embedding)
-    lend_builtin(loans, torch, 'max_pool2d', _max_pool2d)
     lend_builtin(loans, F, 'scaled_dot_product_attention', _attention)
     lend_builtin(loans, F, 'linear', _linear)
     lend_builtin(loans, F, 'conv2d', _conv2d)

@@ -1,21 +1,9 @@
-"What it costs."
-from .stats import *
-from .slices import *
-from .plan import *
-from .scopes import *
-from .hlo import *
-from .libtpu import *
-from .report import *
-from .runs import *
-from .guard import *
-from .noter import *
-from .trace import *
-from .step_report import *
-from .compiled import *
-from .compile import *
-from .nan_guard import *
-from .rates import *
-from .meter import *
-from .speed import *
-from .profile import *
-from .norm_meter import *
+"What a training costs, and what goes wrong in it."
+from . import throughput
+from .stats import XLAStats
+from .throughput import TPU_KINDS, TPUMeter
+from .profile import StepProfiler
+from .nan_guard import NaNGuard, NotFinite
+from .norms import NormMeter
+
+__all__ = ['XLAStats', 'TPUMeter', 'StepProfiler', 'NaNGuard', 'NotFinite', 'NormMeter', 'TPU_KINDS']

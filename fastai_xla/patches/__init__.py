@@ -1,19 +1,6 @@
-"What is replaced for the whole process, and what is lent."
-from .registry import *
-from .grads import *
-from .travel import *
-from .learner import *
-from .ops import *
-from .builder import *
-from .tiles import *
-from .augment import *
-from .mix import *
-from .recompute import *
-from .spmd import *
-from .spawn import *
-from .text import *
-from .kernels import *
-from .resize import *
-from .as_torch import *
-from .by_parts import *
-from .recurrent import *
+"What is replaced for the whole process, and what is replaced on one object for a while."
+from . import registry, grads, travel, learner, ops, tiles, augment, recompute, spawn, lstm, torch_tpu
+from .registry import apply_patches, undo_patches, patches_in_force
+from .learner import XLACallback
+
+__all__ = ['apply_patches', 'undo_patches', 'patches_in_force', 'XLACallback']

@@ -12,15 +12,23 @@ import math, random
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
-import fastai.vision.augment as faug, torch, torch.nn.functional as F
+import fastai.vision.augment as faug, plum, torch, torch.nn.functional as F
 from fastai.data.transforms import IntToFloatTensor, Normalize
 from fastai.vision.core import TensorImage, TensorMask, TensorPoint
 from torch.utils.weak import WeakIdKeyDictionary
-from ..runtime.device import program_kind
-from ..runtime.transfer import on_xla, send
+from ..runtime.transfer import on_accelerator, send
 from .registry import Loans, replaces
-from .ops import grid_sample_xla, pixel_line, raw, source_pixel, split_matmul
+from .ops import areas, by_areas, grid_sample_xla, pixel_line, raw, source_pixel, weighted
 from .tiles import affine_by_tiles
+
+# %% ../../nbs/150_patches.augment.ipynb #dispatch
+@replaces(plum.Function, '_resolve_method_with_cache', 'plum-dispatch 2.9 with Python 3.11',
+    'half-transformed batches stayed alive until the garbage collector ran, and XLA compiled the step again with and without them')
+def _resolve_method_with_cache(old, self, *args, **kwargs):
+    try: return old(self, *args, **kwargs)
+    except plum.NotFoundLookupError as e:
+        e.__cause__ = e.__context__ = None
+        raise e.with_traceback(None)
 
 # %% ../../nbs/150_patches.augment.ipynb #drawn-for
 _n_drawn = ContextVar('n_drawn', default=None)
@@ -130,32 +138,11 @@ def adapt_tfm(
     return t
 
 # %% ../../nbs/150_patches.augment.ipynb #taps
-def _areas(i, n, m, k):
-    "For the areas `i` of the `m` into which `n` pixels are divided: the places of `k` pixels and the share of each in the mean"
-    lo,hi = i*n//m,((i+1)*n+m-1)//m
-    at = lo + torch.arange(k, device=i.device).reshape(-1, *[1]*i.ndim)
-    return at.clamp(max=n-1),(at<hi)/(hi-lo)
-
-def _weighted(x, at, share, dim):
-    "The sum over `j` of the pixels `at[j]` along `dim`, -1 or -2, weighted by `share[j]`; for a TPU a matrix product"
-    if program_kind()=='TPU':
-        i = torch.arange(x.shape[dim], device=x.device)[:,None]
-        weights = sum((i==a)*s for a,s in zip(at, share))
-        return split_matmul(x, weights) if dim==-1 else split_matmul(weights.T, x)
-    return sum(x.index_select(dim, a)*(s if dim==-1 else s[:,None]) for a,s in zip(at, share))
-
-def _by_areas(x, size):
-    "The means of the areas into which images are divided, as many as `size` has along each side"
-    for dim,m in zip((-2,-1), size):
-        n = x.shape[dim]
-        x = _weighted(x, *_areas(torch.arange(m, device=x.device), n, m, math.ceil(n/m)+(n%m>0)), dim)
-    return x
-
-def _shrink(x, d): return _by_areas(x, [math.floor(n*(1/d)) for n in x.shape[-2:]]) # `F.interpolate` by `1/d` in mode 'area'
+def _shrink(x, d): return by_areas(x, [math.floor(n*(1/d)) for n in x.shape[-2:]]) # `F.interpolate` by `1/d` in mode 'area'
 
 @replaces(faug, '_grid_sample', 'fastai 2.8', 'the extent of the coordinates was read from the device at every batch')
 def _grid_sample(old, x, coords, mode='bilinear', padding_mode='reflection', align_corners=None):
-    if not on_xla(x): return old(x, coords, mode=mode, padding_mode=padding_mode, align_corners=align_corners)
+    if not on_accelerator(x): return old(x, coords, mode=mode, padding_mode=padding_mode, align_corners=align_corners)
     div,x,coords = div_of(x),raw(x),raw(coords)
     sample = partial(F.grid_sample, grid=coords, mode=mode, padding_mode=padding_mode, align_corners=align_corners)
     d = min(x.shape[-2]/coords.shape[-2], x.shape[-1]/coords.shape[-1])/2
@@ -166,8 +153,8 @@ def _grid_sample(old, x, coords, mode='bilinear', padding_mode='reflection', ali
 # %% ../../nbs/150_patches.augment.ipynb #perspective
 @replaces(faug, 'apply_perspective', 'fastai 2.8', '`if (w==0).any()` read the device, and a float32 matrix product, which a TPU rounds to bfloat16')
 def _apply_perspective(old, coords, coeffs):
-    if not on_xla(coords): return old(coords, coeffs)
-    if not on_xla(coeffs): coeffs, = _sent([coeffs], coords)
+    if not on_accelerator(coords): return old(coords, coeffs)
+    if not on_accelerator(coeffs): coeffs, = _sent([coeffs], coords)
     c = raw(coeffs).reshape(-1, 8, *[1]*(coords.ndim-2))
     x,y = raw(coords).unbind(-1)
     w = c[:,6]*x + c[:,7]*y + 1
@@ -177,7 +164,7 @@ def _apply_perspective(old, coords, coeffs):
 
 @replaces(TensorPoint, 'affine_coord', 'fastai 2.8', '`torch.inverse` of a 2x2 matrix ran on the host')
 def _affine_coord(old, x, mat=None, *args, **kwargs):
-    if mat is None or not on_xla(x): return old(x, mat, *args, **kwargs)
+    if mat is None or not on_accelerator(x): return old(x, mat, *args, **kwargs)
     p = old(x, None, *args, **kwargs)
     (a,b,c),(d,e,f) = [r.unbind(1) for r in raw(mat)[...,None].unbind(1)]
     dx,dy = raw(p)[...,0]-c,raw(p)[...,1]-f
@@ -192,7 +179,7 @@ def _picked(i, *cs):
 
 @replaces(faug, 'hsv2rgb', 'fastai 2.8', 'a float32 matrix product, which a TPU rounds to bfloat16')
 def _hsv2rgb(old, img):
-    if not on_xla(img): return old(img)
+    if not on_accelerator(img): return old(img)
     h,s,v = raw(img).unbind(1)
     i = torch.floor(h*6)
     f = h*6-i
@@ -206,7 +193,7 @@ def _crop_taps(tl, cp, size, d, k, mode):
     p = source_pixel(pixel_line(size, True), m, 'reflection', True)
     if mode=='nearest': return p.round().long()[None]+tl,torch.ones(1, size)
     i,w = p.floor().long(),p-p.floor()
-    (at0,s0),(at1,s1) = [_areas(o, cp, m, k) for o in (i, (i+1).clamp(max=m-1))]
+    (at0,s0),(at1,s1) = [areas(o, cp, m, k) for o in (i, (i+1).clamp(max=m-1))]
     return torch.cat([at0,at1])+tl,torch.cat([s0*(1-w),s1*w])
 
 def _shrinks_by(h, w, width, mode):
@@ -219,7 +206,7 @@ def _crop(t, stock, x, mode):
     d,most = _shrinks_by(*t.cp_size, width, mode),_shrinks_by(*x.shape[-2:], width, mode)
     k = 1 if most<=1 else math.ceil(1.5*most)+1
     ay,sy,ax,sx = send([o for tl,cp,sz in zip(t.tl, t.cp_size, t.size) for o in _crop_taps(tl, cp, sz, d, k, mode)], x.device)
-    res = _weighted(_weighted(raw(x).float(), ay, sy, -2), ax, sx, -1)
+    res = weighted(weighted(raw(x).float(), ay, sy, -2), ax, sx, -1)
     return TensorMask(res.long()) if isinstance(x, TensorMask) else TensorImage(res)
 
 device_tfms[faug.RandomResizedCropGPU] = _lent(_encode=_crop)
@@ -238,7 +225,7 @@ def inside_boxes(
 # %% ../../nbs/150_patches.augment.ipynb #erase
 @replaces(faug, 'cutout_gaussian', 'fastai 2.8', 'each rectangle was compiled')
 def _cutout(old, x, areas):
-    if not on_xla(x): return old(x, areas)
+    if not on_accelerator(x): return old(x, areas)
     boxes = torch.tensor(list(areas) + [(0,0,0,0)]*(-len(areas)%16), dtype=torch.int32)
     inside = inside_boxes(send([boxes], x.device)[0], *x.shape[-2:]).any(0)
     return torch.where(inside, torch.randn_like(raw(x)), raw(x)).as_subclass(type(x))

@@ -11,7 +11,7 @@ __all__ = ['grad_of', 'has_grad', 'fill_grad', 'remember_zeros', 'forget_zero', 
 from weakref import WeakValueDictionary
 import fastai.optimizer, torch
 from fastai.basics import Optimizer
-from ..runtime.transfer import on_cpu, on_xla
+from ..runtime.transfer import on_cpu, on_accelerator
 from .registry import replaces
 
 # %% ../../nbs/110_patches.grads.ipynb #grad-of
@@ -19,7 +19,7 @@ _zeroed = WeakValueDictionary() # parameters whose gradient is zero and was let 
 
 def grad_of(p):
     "The gradient of `p`, zeros if it was let go"
-    return torch.zeros_like(p) if p.grad is None and id(p) in _zeroed and on_xla(p) else p.grad
+    return torch.zeros_like(p) if p.grad is None and id(p) in _zeroed and on_accelerator(p) else p.grad
 
 def has_grad(p):
     "Has `p` a gradient, if perhaps zeros that were let go?"
@@ -32,14 +32,14 @@ def fill_grad(p):
 
 def remember_zeros(p):
     "Zeros as gradient on the host; on a device it is enough to remember them"
-    if on_xla(p): _zeroed[id(p)] = p
+    if on_accelerator(p): _zeroed[id(p)] = p
     else: p.grad = torch.zeros_like(p)
 
 # %% ../../nbs/110_patches.grads.ipynb #zero-grad
 @replaces(Optimizer, 'zero_grad', 'fastai 2.8', 'zeros were written for each gradient, and kept on the device, at every step')
 def _zero_grad(old, self):
     ps = [p for pg in self.param_lists for p in pg if p.grad is not None]
-    if not all(map(on_xla, ps)): return old(self)
+    if not all(map(on_accelerator, ps)): return old(self)
     for p in ps: p.grad,_zeroed[id(p)] = None,p
 
 @replaces(fastai.optimizer._BaseOptimizer, 'all_params', 'fastai 2.8', 'see `Optimizer.zero_grad`')

@@ -14,7 +14,6 @@ import fastai.vision.augment as faug, torch
 from fastai.vision.core import TensorImage
 from torch.nn import functional as F
 from ..runtime.device import program_kind, torch_xla, xm, xr
-from .builder import hlo_number, hlo_part, hlo_with
 from .ops import _sampled_by_products, _suits_products, _tent, bf16_pieces, pixel_line, raw, source_pixel, widen
 
 # %% ../../nbs/145_patches.tiles.ipynb #grid
@@ -117,13 +116,28 @@ def _in_tiles(x, px, py, x0, y0, pieces):
     return res.reshape(n, -1, *res.shape[1:])
 
 # %% ../../nbs/145_patches.tiles.ipynb #far
+def _number(op, v):
+    "The whole number `v` in the computation of the operator `op`"
+    from torch_xla.core import xla_builder as xb # not above: modules can be imported where torch_xla is missing
+    return xb.Op.scalar(op.builder(), v, dtype=xb.Type.S32)
+
+def _part_at(op, *idxs):
+    "Of `op`, of shape (a,b,...,*rest), the part at `idxs`, operators that are whole numbers"
+    sizes = list(op.shape().sizes)[len(idxs):]
+    return op.dynamic_slice([*idxs, *[_number(op, 0)]*len(sizes)], [1]*len(idxs)+sizes)
+
+def _with(op, part, *idxs):
+    "`op` with `part` at `idxs`"
+    sizes = list(op.shape().sizes)[len(idxs):]
+    return op.dynamic_update_slice(part.reshape([1]*len(idxs)+sizes), [*idxs, *[_number(op, 0)]*len(sizes)])
+
 def _whole(*args): return _sampled_by_products(*args)[:,:,0]
 
 def _greatest(op):
     "The greatest number in the operator `op`"
     from torch_xla.core import xla_builder as xb
     shapes = [xb.Shape.create(xb.Type.S32, ())]*2
-    return op.reduce_all(hlo_number(op, 0), xb.create_computation('greatest', lambda a,b: a.max(b), shapes))
+    return op.reduce_all(_number(op, 0), xb.create_computation('greatest', lambda a,b: a.max(b), shapes))
 
 def _made_again(res, far, x, px, py, pieces):
     "`res` with the tiles that are `far` sampled by products over all of their images, which are `x`"
@@ -132,12 +146,12 @@ def _made_again(res, far, x, px, py, pieces):
     left = far.int()*torch.arange(1, n*t+1, device=x.device, dtype=torch.int32).reshape(n, t) # of tiles, from 1 on
     computation,ids,held = _traced(_whole, ((1,*x.shape[1:]),*[(1,1,px.shape[2])]*2), _here(x), 'default', pieces)
     ts = [left, res, x, px, py, *held.values()]
-    def more(left, *_): return _greatest(left)>hlo_number(left, 0)
+    def more(left, *_): return _greatest(left)>_number(left, 0)
     def again(left, res, x, px, py, *rest):
-        k = _greatest(left)-hlo_number(left, 1)
-        at = k/hlo_number(k, t),k%hlo_number(k, t)
-        one = xb.Op.call(computation, _by_id(ids, held, [hlo_part(x, at[0]), hlo_part(px, *at), hlo_part(py, *at), *rest])).get_tuple_element(0)
-        return hlo_with(left, hlo_number(k, 0), *at),hlo_with(res, one, *at),x,px,py,*rest
+        k = _greatest(left)-_number(left, 1)
+        at = k/_number(k, t),k%_number(k, t)
+        one = xb.Op.call(computation, _by_id(ids, held, [_part_at(x, at[0]), _part_at(px, *at), _part_at(py, *at), *rest])).get_tuple_element(0)
+        return _with(left, _number(k, 0), *at),_with(res, one, *at),x,px,py,*rest
     builder = xb.create_builder('far')
     loop = xb.Op.mkwhile([xb.mkparam(builder, k, xb.tensor_shape(t)) for k,t in enumerate(ts)], more, again)
     return torch_xla._XLAC._xla_user_computation('xla::far', ts, loop.build('far'))[1]

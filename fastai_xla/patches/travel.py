@@ -15,27 +15,27 @@ from functools import partial, reduce
 from operator import is_
 from types import FunctionType, MethodType
 import cloudpickle, fastai.optimizer, plum, torch
-from fastai.callback import core
 from fastai.basics import Callback, DataLoader, Learner, Metric, Recorder, Transform
 from fastcore.all import L
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 from ..runtime.device import torch_xla
-from ..runtime.transfer import on_xla
-from ..runtime.values import ref_dumps
+from ..runtime.transfer import on_accelerator, on_xla
+from ..runtime.values import dump_by_value
 from .registry import Loan, replaces
 from .grads import grad_of
 
 # %% ../../nbs/120_patches.travel.ipynb #reduce-ex
 @replaces(torch.Tensor, '_reduce_ex_internal', 'torch 2.8-2.9, pytorch/xla 2858', 'a file with XLA tensors could not be loaded without torch_xla')
-def _reduce_ex_internal(old, self, proto): return old(self.cpu() if on_xla(self) else self, proto)
+def _reduce_ex_internal(old, self, proto): return old(self.cpu() if on_accelerator(self) else self, proto)
 
 # %% ../../nbs/120_patches.travel.ipynb #load-state
 @replaces(fastai.optimizer.Optimizer, 'load_state_dict', 'fastai 2.8', 'the loaded state stayed on the host when the parameters were on an XLA device')
 def _load_state_dict(old, self, sd):
     old(self, sd)
     for p,st in self.state.items():
-        if on_xla(p): st.update({k: v.to(p.device) for k,v in st.items() if isinstance(v, torch.Tensor)})
+        if on_accelerator(p): st.update({k: v.to(p.device) for k,v in st.items() if isinstance(v, torch.Tensor)})
 
 def move_slow_weights(
     opt, # An optimizer
@@ -67,7 +67,7 @@ def _method(f, o): return MethodType(f, o)
 def _function_again(o):
     "How to make the nameless function `o` again, for pickle: what to call, and with what"
     if isinstance(o, MethodType): return _method, (_StandIn(o.__func__, _function_again), o.__self__)
-    if not isinstance(o, partial): return cloudpickle.loads, (ref_dumps(o, {}),)
+    if not isinstance(o, partial): return cloudpickle.loads, (dump_by_value(o),)
     f = _StandIn(o.func, _function_again)
     return partial, (f,), (f, o.args, o.keywords, None)
 
@@ -117,13 +117,6 @@ def _cb_getstate(old, self):
     history = self._stateattrs if isinstance(self, Recorder) and getattr(self.learn, 'opt', None) is not None else ()
     return _State({**old(self), **{k: vars(self)[k] for k in history if k in vars(self)}})
 
-# %% ../../nbs/120_patches.travel.ipynb #cancel
-@replaces(cloudpickle.cloudpickle, '_class_reduce', 'fastai 2.8, cloudpickle 3.1',
-    "fastai's Cancel exceptions arrived as other classes, which its loop does not catch")
-def _class_reduce(old, cls):
-    known = issubclass(cls, Exception) and vars(core).get(cls.__name__) is cls
-    return (getattr, (core, cls.__name__)) if known else old(cls)
-
 # %% ../../nbs/120_patches.travel.ipynb #handle
 @replaces(RemovableHandle, '__getstate__', 'torch 2.8-2.9', 'the handle of a hook that was removed was written, and could not be read')
 def _handle_getstate(old, self):
@@ -132,7 +125,7 @@ def _handle_getstate(old, self):
 
 # %% ../../nbs/120_patches.travel.ipynb #loader
 @replaces(DataLoader, '__getstate__', 'fastai 2.8', 'nothing took a Learner in the middle of a fit, because of the iterator over its dataset')
-def _dl_getstate(old, self): return _State({k: v for k,v in vars(self).items() if k not in ('it','handoff')})
+def _dl_getstate(old, self): return _State({k: v for k,v in vars(self).items() if k!='it'})
 
 # %% ../../nbs/120_patches.travel.ipynb #grads
 _opt_class = fastai.optimizer._BaseOptimizer
@@ -150,8 +143,9 @@ def _opt_setstate(old, self, state):
 
 # %% ../../nbs/120_patches.travel.ipynb #own-memory
 def _own_memory(t):
-    "`t`, which is given memory of its own if it is something else's value as it is"
-    if on_xla(t) and not torch_xla._XLAC._check_tensor_need_materialization([t])[0]: torch_xla._XLAC._xla_optimization_barrier_([t])
+    "`t`, which is given memory of its own if it is something else's value as it is; a mode of torch's that was told of the call has seen to it"
+    in_step = torch._C._is_torch_function_mode_enabled()
+    if on_xla(t) and not in_step and not torch_xla._XLAC._check_tensor_need_materialization([t])[0]: torch_xla._XLAC._xla_optimization_barrier_([t])
     return t
 
 @replaces(torch.Tensor, 'copy_', 'torch_xla 2.8-2.9', 'both had one buffer after the next sync, which the next step took: kept weights could be put back once')
@@ -161,6 +155,13 @@ def _copy_(old, self, src, *args, **kwargs):
 
 @replaces(torch.Tensor, 'clone', 'torch_xla 2.8-2.9', 'a clone that was read had the buffer of its original, and was lost in the next step')
 def _clone(old, self, *args, **kwargs): return _own_memory(old(self, *args, **kwargs))
+
+# %% ../../nbs/120_patches.travel.ipynb #parametrize
+@replaces(parametrize, '_maybe_set', 'torch 2.8-2.9, torch_xla 2.8-2.9',
+    '"cannot mutate tensors with frozen storage" where a parametrization without `right_inverse` was registered')
+def _maybe_set(old, dest, src):
+    if not on_xla(dest): return old(dest, src)
+    if dest is not src: dest.data = src
 
 # %% ../../nbs/120_patches.travel.ipynb #deepcopy
 class _CopiesValues(TorchFunctionMode):

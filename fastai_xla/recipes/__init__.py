@@ -1,7 +1,9 @@
 "Recipes of timm's trainings, as callbacks and splitters of fastai."
-from .ema import *
-from .clip import *
-from .groups import *
-from .eval_every import *
-from .mixture import *
-from .splits import *
+from .ema import EMACallback
+from .optim import GradientClipValue, AdaptiveGradientClip, LayerDecay, scaled_lr
+from .eval_every import EvalEvery, validate_beside
+from .mixture import mixture, MixtureCounts
+from .splits import AugSplits, JSDLoss
+
+__all__ = ['EMACallback', 'GradientClipValue', 'AdaptiveGradientClip', 'LayerDecay', 'scaled_lr', 'EvalEvery', 'validate_beside',
+    'mixture', 'MixtureCounts', 'AugSplits', 'JSDLoss']

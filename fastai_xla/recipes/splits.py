@@ -59,6 +59,7 @@ class JSDLoss(Callback):
     def lf(self, pred, *yb):
         "The loss of a batch"
         return self.jsd(pred, *yb) if self.training else self.old_lf(pred, *yb)
+    lf.is_sample_mean = True # the views of a sample are in one rank's part of the batch
 
     def after_train(self):
         if hasattr(self, 'old_lf'): self.learn.loss_func = self.old_lf

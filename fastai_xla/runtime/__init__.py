@@ -1,12 +1,9 @@
 "This machine, its ranks, and tensors on the way."
-from .device import *
-from .hosts import *
-from .ranks import *
-from .counts import *
-from .transfer import *
-from .table import *
-from .doctor import *
-from .signals import *
-from .args import *
-from .users import *
-from .values import *
+from .device import xla_available, XLANotInstalled, XLAVersionMismatch, xla_device, device_kind, n_cores, use_compile_cache
+from .ranks import barrier, is_main, main_first, rank, world_size
+from .counts import xla_counts
+from .transfer import to_host
+from .doctor import doctor
+
+__all__ = ['xla_available', 'XLANotInstalled', 'XLAVersionMismatch', 'xla_device', 'device_kind', 'n_cores', 'use_compile_cache',
+    'world_size', 'is_main', 'main_first', 'xla_counts', 'to_host', 'doctor']

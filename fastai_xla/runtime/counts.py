@@ -6,10 +6,10 @@ Docs: https://fastai-xla.github.io/fastai_xla/runtime.counts.html.md"""
 
 # %% auto #0
 __all__ = ['XLACounts', 'fallbacks', 'xla_counts', 'n_reads', 'begin_own_calls', 'count_call', 'n_device_calls', 'n_compiles',
-           'compile_seconds', 'run_seconds', 'will_read', 'on_read', 'own_reads', 'reads_are_own', 'n_ops', 'n_copies']
+           'compile_seconds', 'run_seconds', 'will_read', 'on_read', 'own_reads', 'reads_are_own', 'n_ops']
 
 # %% ../../nbs/020_runtime.counts.ipynb #imports
-import threading, time
+import sys, threading, time
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from .device import met, require_xla, torch_xla
@@ -82,15 +82,17 @@ def n_compiles():
     return _metric('CompileTime')[0]
 
 def compile_seconds():
-    "Seconds that compiling took since this process started"
-    return _metric('CompileTime')[1]*1e-9
+    "Seconds that compiling took since this process started; where TorchTPU trains, that `torch.compile` took"
+    if torch_xla: return _metric('CompileTime')[1]*1e-9
+    seconds = getattr(sys.modules.get('torch._dynamo.utils'), 'compilation_time_metrics', {})
+    return sum(sum(seconds.get(k, ())) for k in ('_compile.compile_inner','backward._backward_impl'))
 
 def run_seconds():
     "Seconds that graphs ran since this process started, each counted once it has ended"
     return sum(_metric(n)[1] for n in _runs)*1e-9
 
 def will_read():
-    "Tell who listens in this thread that a read comes"
+    "Call the listener of this thread before a read of the device"
     count_call()
     f = getattr(_here, 'listener', None)
     if f: f()
@@ -99,7 +101,7 @@ def will_read():
 def on_read(
     f, # Called without arguments before each read of this thread that passes by torch; None: nobody listens
 ):
-    "A context in which `f` hears of reads"
+    "A context in which `f` is called before each read of the device"
     old,_here.listener = getattr(_here, 'listener', None),f
     try: yield
     finally: _here.listener = old
@@ -130,7 +132,3 @@ def _op_names():
 def n_ops():
     "Number of operations that were asked of the device since this process started, without those that give memory another name"
     return sum(map(torch_xla._XLAC._xla_counter_value, _op_names()))
-
-def n_copies():
-    "Number of times that a tensor of the device was copied into another since this process started"
-    return torch_xla._XLAC._xla_counter_value('xla::copy') or 0

@@ -8,13 +8,14 @@ Docs: https://fastai-xla.github.io/fastai_xla/runtime.doctor.html.md"""
 __all__ = ['Check', 'Checkup', 'doctor']
 
 # %% ../../nbs/050_runtime.doctor.ipynb #imports
-import os, platform, sys
+import os, platform, sys, torch
 from dataclasses import dataclass
 from importlib import metadata
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
-from .device import device_kind, dist_version, _mended, n_cores, _platform_problem
-from .device import _problem, runtime_started, torch_xla, _tpu, xla_available
+from .device import _asked_device, bf16_flags, device_kind, dist_version, _mended, n_cores, _platform_problem
+from .device import _problem, runtime_started, torch_xla, _tpu, tpu_kind, tpu_line, xla_available
+from .backend import backend, torch_tpu_problem
 from .table import RowTable
 
 # %% ../../nbs/050_runtime.doctor.ipynb #checkup
@@ -24,7 +25,7 @@ class Check:
     check:str # What was looked at
     seen:str # What was found
     ok:bool=True # Is it as it should be?
-    remedy:str='' # The line that mends it, when it is not
+    remedy:str='' # The line that fixes it, when it is not
 
 class Checkup(RowTable):
     "Rows of `Check` that print as a table"
@@ -59,23 +60,33 @@ def _check_pair():
 def _check_libtpu():
     "The TPU driver, which comes with the extra or with the machine's image"
     found = torch_xla._found_libtpu
-    return Check('libtpu', dist_version('libtpu') or ('found' if found else 'missing'), found, "pip install 'fastai_xla[tpu]'")
+    return Check('libtpu', dist_version('libtpu') or ('found' if found else 'missing'), found, tpu_line(dist_version('torch')))
+
+_on_purpose = "choose a TPU as accelerator (Kaggle, Colab); to train on the CPU on purpose, set PJRT_DEVICE=CPU and restart Python"
+
+def _judge_device(kind, n, chips, asked):
+    "What is seen of the device, whether it is as it should be, and the remedy"
+    seen = f"{' '.join(filter(None, (kind, tpu_kind() if chips else '')))}, {n} core{'' if n==1 else 's'}"
+    if kind=='TPU' or not n: return seen,n>0,"unset PJRT_DEVICE and restart Python"
+    if chips: return f"{kind}, {chips} TPU chips unused",False,"unset PJRT_DEVICE and restart Python"
+    return seen if asked else f'no TPU found; {seen}',bool(asked),_on_purpose
 
 def _check_device():
     "The device that torch_xla would use, or uses"
     kind,n = device_kind(),n_cores()
     if kind is None: return []
     chips = _tpu.num_available_chips()
-    seen = f"{kind}, {n} core{'' if n==1 else 's'}" + (f", {chips} TPU chips unused" if chips and kind!='TPU' else '')
-    rows = [Check('device', seen, n>0 and (kind=='TPU' or not chips), "unset PJRT_DEVICE and restart Python")]
+    rows = [Check('device', *_judge_device(kind, n, chips, _asked_device))]
     if chips or kind=='TPU': rows.append(_check_libtpu())
     return [*rows, Check('runtime', 'started' if runtime_started() else 'not started')]
 
 def _check_env():
     "Environment variables that are known to be set wrongly; those that importing this package has removed are all right"
     v,remedy = os.environ.get('TPU_PROCESS_ADDRESSES', 'unset'),"restart Python, and import fastai_xla before the TPU is used"
-    late,wrong = v=='local' and runtime_started(),v=='local' or _mended
-    return [Check('TPU_PROCESS_ADDRESSES', 'local, removed before the TPU is used' if wrong and not late else v, not late, remedy)]
+    late,wrong = v=='local' and runtime_started(),v=='local' or 'TPU_PROCESS_ADDRESSES' in _mended
+    flags = [Check(o, os.environ[o], False, f'unset {o}, restart Python, and call `learn.to_bf16()`') for o in bf16_flags()]
+    gone = [Check(o, f'{v}, removed: `learn.to_bf16()` is for bfloat16') for o,v in _mended.items() if 'BF16' in o and o not in bf16_flags()]
+    return [*flags, *gone, Check('TPU_PROCESS_ADDRESSES', 'local, removed before the TPU is used' if wrong and not late else v, not late, remedy)]
 
 def _check_platform(system, machine):
     "Is torch_xla to be had for this kind of machine?"
@@ -83,7 +94,14 @@ def _check_platform(system, machine):
     return [Check('platform', f'{system} {machine}', why is None or xla_available(), why)]
 
 # %% ../../nbs/050_runtime.doctor.ipynb #doctor
+def _check_torch_tpu():
+    "torch and torch_tpu: there, fit for each other, and with a device"
+    problem = torch_tpu_problem()
+    tpu = Check('torch_tpu', dist_version('torch_tpu') or 'missing', problem is None, str(problem or ''))
+    return [Check('torch', dist_version('torch')), tpu, Check('device', 'none' if problem else 'tpu')]
+
 def doctor():
     "Look at versions, device and environment; returns a `Checkup`, and starts nothing"
+    if backend()=='torch_tpu': return Checkup(_check_versions() + _check_torch_tpu())
     here = platform.system(), platform.machine()
     return Checkup(_check_platform(*here) + _check_versions() + _check_pair() + _check_device() + _check_env())

@@ -1,4 +1,4 @@
-"""The hosts of one program for all cores, and what they tell each other
+"""The hosts of one program for all cores, and how they exchange objects
 
 Docs: https://fastai-xla.github.io/fastai_xla/runtime.hosts.html.md"""
 
@@ -37,7 +37,7 @@ def gathered(ts):
 
 # %% ../../nbs/005_runtime.hosts.ipynb #rows
 def _over_all(n):
-    "What torch_xla wants to know to give each of `n` devices a row"
+    "torch_xla's arguments for giving each of `n` devices a row"
     from torch_xla.distributed.spmd import Mesh
     return Mesh(np.arange(n), (n,), ('device',)).get_op_sharding(('device', None))
 

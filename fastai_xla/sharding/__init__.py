@@ -1,6 +1,7 @@
 "One program on all cores."
-from .hosts import *
-from .rules import *
-from .place import *
-from .loader import *
-from .trainer import *
+from . import data_parallel, trainer
+from .data_parallel import TPUDataParallelTrainer
+from .rules import make_mesh, ShardRule, ShardingTable, infer_sharding
+from .trainer import TPUShardedTrainer
+
+__all__ = ['make_mesh', 'ShardRule', 'ShardingTable', 'infer_sharding', 'TPUDataParallelTrainer', 'TPUShardedTrainer']

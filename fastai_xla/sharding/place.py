@@ -12,29 +12,30 @@ __all__ = ['check_process', 'n_devices_for', 'start_spmd', 'shard_tensor', 'para
 import math, os
 from ..runtime.device import device_kind, n_cores, no_chip_error, require_xla, runtime_started, torch_xla, xr
 from ..runtime.transfer import on_xla, send, tensors_of
-from ..patches.spmd import read_spread_in_pieces
+from ..patches.ops import read_spread_in_pieces, scatter_by_int32
 from ..models.deferred import materialize
-from ..models.repeats import repeated_blocks
+from ..models.blocks import repeated_blocks
 from ..train.move import learner_modules, opt_tensors, repoint_opt
-from ..virtual_cores.hosts import TorchrunPlace
-from ..launch.pool import current_pool
-from ..launch.slice import slice_hosts
+from ..virtual_cores.processes import TorchrunPlace
+from ..launch.launcher import current_pool
+from ..launch.xla import slice_hosts
 from .rules import infer_sharding
 
 # %% ../../nbs/710_sharding.place.ipynb #process
-def check_process():
+def check_process(
+    method:str='to_tpu_sharded', # What the user has called
+):
     "Raise unless this process may run one program on all cores"
     require_xla()
-    if at := TorchrunPlace.here():
-        raise RuntimeError(f"torchrun has started this process as rank {at.rank} of {at.n}, and one program for all cores is run by one process: "
-            "use `to_tpu_distributed(fsdp=True)`, or start the script without torchrun")
-    if runtime_started() and not xr.is_spmd():
-        raise RuntimeError("This process has used the XLA device, by `to_tpu`, as a replica or with a tensor there, and cannot turn to SPMD, "
-            "one program for all cores, any more: restart Python (in a notebook: the kernel) and call `to_tpu_sharded` "
-            "before anything uses the device")
+    if (at := TorchrunPlace.here()) and (device_kind()!='TPU' or at.local_n>1):
+        raise RuntimeError(f"torchrun has started this process as rank {at.rank} of {at.n}, and one program for all cores is run by one process a host: "
+            "use `to_tpu_distributed()`, or start the script without torchrun")
+    if runtime_started() and not xr.is_spmd() and (xr.global_runtime_device_count()>1 or 'CPU_NUM_DEVICES' not in os.environ and device_kind()=='CPU'):
+        raise RuntimeError("This process has used the XLA device, by `to_tpu` or with a tensor there, and cannot switch to all cores any more: "
+            f"restart Python (in a notebook: the kernel) and call `{method}` before anything uses the device")
     if (pool := current_pool()) and pool.is_open:
-        raise RuntimeError("The replicas of `to_tpu_distributed` hold the cores: call `learn.detach_tpu_distributed()` for each Learner "
-            "that uses them, or `get_pool().close()`, before `to_tpu_sharded`")
+        raise RuntimeError("The ranks of `to_tpu_distributed(processes=True)` hold the cores: call `learn.detach_tpu_distributed()` for each Learner "
+            f"that uses them, or `get_pool().close()`, before `{method}`")
 
 # %% ../../nbs/710_sharding.place.ipynb #n-devices
 def n_devices_for(
@@ -52,8 +53,9 @@ def start_spmd(
 ):
     "One program for the `n` devices of all hosts from now on"
     if not runtime_started() and device_kind()=='CPU': os.environ.update(PJRT_DEVICE='CPU', CPU_NUM_DEVICES=str(n), CPU_NUM_PROCESSES='1')
-    if not xr.is_spmd(): xr.use_spmd()
+    if n>1 and not xr.is_spmd(): xr.use_spmd()
     read_spread_in_pieces()
+    scatter_by_int32()
 
 # %% ../../nbs/710_sharding.place.ipynb #shard-tensor
 def shard_tensor(
@@ -70,7 +72,7 @@ def shard_tensor(
 
 # %% ../../nbs/710_sharding.place.ipynb #specs
 def param_specs(learn, mesh, rules):
-    "How each parameter of `learn` is spread"
+    "How each parameter of `learn` is sharded"
     tables = [(m, infer_sharding(m, mesh, rules)) for m in learner_modules(learn)]
     return {p: row.spec for m,table in tables for p,row in zip(m.parameters(), table)}
 
@@ -89,6 +91,7 @@ def shard_learner(
     rules, # As for `infer_sharding`
 ):
     "Spread parameters, buffers and optimizer state of `learn` over the cores"
+    if mesh.n==1: return
     specs = param_specs(learn, mesh, rules)
     for p,spec in specs.items(): shard_tensor(p, mesh, spec)
     for m in learner_modules(learn):
@@ -101,7 +104,7 @@ def materialize_sharded(learn, mesh, rules, device):
     new = {}
     for m in learner_modules(learn):
         specs = infer_sharding(m, mesh, rules).specs
-        def place(name, t): return send([t], device, lambda o: mesh.xla_spec(o, specs.get(name, ())))[0]
+        def place(name, t): return send([t], device, None if mesh.n==1 else lambda o: mesh.xla_spec(o, specs.get(name, ())))[0]
         new.update(materialize(m, place))
     if learn.opt is not None: repoint_opt(learn.opt, new)
 

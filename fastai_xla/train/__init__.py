@@ -1,30 +1,7 @@
 "Training on one core."
-from .move import *
-from .state import *
-from .layouts import *
-from .tpu_casts import *
-from .steppers import *
-from .work import *
-from .optimizer import *
-from .late import *
-from .meters import *
-from .stand_ins import *
-from .loop import *
-from .pending import *
-from .seeds import *
-from .capture import *
-from .serials import *
-from .look import *
-from .step_loop import *
-from .watch import *
-from .makers import *
-from .effects import *
-from .model_look import *
-from .parts import *
-from .plans import *
-from .runner import *
-from .replay import *
-from .errors import *
-from .on_device import *
-from .strict import *
-from .trainer import *
+from . import replay, trainer
+from .replay import StepReplay
+from .strict import NotSteady
+from .trainer import TPUTrainer
+
+__all__ = ['TPUTrainer', 'StepReplay', 'NotSteady']

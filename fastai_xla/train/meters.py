@@ -16,10 +16,10 @@ import torch
 from fastai.basics import AvgLoss, AvgMetric, AvgSmoothLoss, find_bs, Metric, to_detach
 from fastai.metrics import foreground_acc, LossMetric
 from fastcore.all import detuplify, GetAttr
+from torch.utils._pytree import tree_map_only
 from ..runtime.counts import own_reads
 from ..runtime.transfer import to_host
 from ..runtime.args import check_number
-from .late import LateTensor, on_time
 
 # %% ../../nbs/420_train.meters.ipynb #queue
 class HostQueue:
@@ -41,7 +41,7 @@ class HostQueue:
 
     def flush(self):
         "Fetch all that waits in one transfer, and hand it over in order"
-        waiting,hosts = self.waiting,to_host(on_time([b for _,b in self.waiting]))
+        waiting,hosts = self.waiting,to_host([b for _,b in self.waiting])
         self.waiting,self.nbytes,self.last,errors = [],0,time.monotonic(),[]
         for (meter,_),b in zip(waiting, hosts):
             try: self._hand_over(meter, b)
@@ -116,7 +116,7 @@ class DeviceMetric(GetAttr, Metric):
 
 # %% ../../nbs/420_train.meters.ipynb #metric-kinds
 class DeviceAvgLoss(DeviceMetric):
-    "An `AvgLoss` (or `Perplexity`) of which one scalar a batch comes home"
+    "An `AvgLoss` (or `Perplexity`) of which one scalar a batch is copied to the host"
     urgent = False
     def trace(self, learn): self.traced = _scalar(learn.loss),find_bs(learn.yb)
     def arrived(self, loss, bs): self.metric.accumulate(HostBatch(None, yb=_sized(bs), loss=loss))
@@ -162,22 +162,35 @@ def step_metrics(
     return () if rec is None else rec._train_mets if training else rec._valid_mets
 
 # %% ../../nbs/420_train.meters.ipynb #pending
-class PendingLoss(LateTensor):
-    "The 0-d host tensor `meter.history[i]`, fetched when its value is used"
+class PendingLoss(torch.Tensor):
+    "The 0-d host tensor `meter.history[i]`, fetched when its value is used: by `item`, a comparison, an f-string"
+    @staticmethod
+    def __new__(cls, meter, i): return torch.Tensor._make_wrapper_subclass(cls, (), dtype=torch.float32)
     def __init__(self, meter, i): self.meter,self.i = meter,i
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        args,kwargs = tree_map_only(PendingLoss, lambda o: o.known, (args, kwargs or {}))
+        return func(*args, **kwargs)
+    def numpy(self, **kwargs): return self.known.numpy(**kwargs)
+    def tolist(self): return self.known.tolist()
+    def __array__(self, *args, **kwargs): return self.known.__array__(*args, **kwargs)
+    def __format__(self, spec): return format(self.known.item(), spec)
+    def __repr__(self, **kwargs): return repr(self.known)
+    def __reduce_ex__(self, proto): return self.known.__reduce_ex__(proto)
+    def __deepcopy__(self, memo): return self.known.clone()
     @property
     def known(self):
-        "The value, fetched if it has not come home"
+        "The value, fetched if it has not been yet"
         history = self.meter.history
         if len(history)<=self.i: self.meter.queue.flush()
         return history[self.i] if self.i<len(history) else torch.tensor(float('nan')) # whose way home was interrupted
     def newest(self):
-        "The last smoothed loss that has come home, at no cost; None before the first"
+        "The last smoothed loss that has been fetched, at no cost; None before the first"
         if self.meter.history: return self.meter.history[-1]
         return self.meter.metric.value if self.meter.metric.count else None
 
 class DeviceSmoothLoss(DeviceMetric):
-    "fastai's `AvgSmoothLoss`, applied to each loss in turn when the losses come home"
+    "fastai's `AvgSmoothLoss`, applied to each loss in turn when the losses have been fetched"
     urgent = synced = False
     def __init__(self, metric, queue):
         super().__init__(metric, queue)

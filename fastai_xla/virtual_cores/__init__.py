@@ -1,8 +1,4 @@
 "Real collectives on XLA:CPU."
-from .barrier import *
-from .collectives import *
-from .replicas import *
-from .hosts import *
-from .processes import *
-from .rehearsal import *
-from .use import *
+from .processes import use_virtual_cores
+
+__all__ = ['use_virtual_cores']

@@ -1,0 +1,7 @@
+"The same Learner on TorchTPU, which replaces PyTorch/XLA."
+from . import device, compiled, optimizer, trainer, distributed
+from .device import require_torch_tpu, tpu_device
+from .trainer import TorchTPUTrainer
+from .distributed import TorchTPURankTrainer
+
+__all__ = ['TorchTPUTrainer']

@@ -1,0 +1,513 @@
+"""`to_tpu_distributed` in one process (SPMD): what a user computes on n cores equals plain fastai with a batch n times as large.
+
+A process cannot change its number of devices, so cases run in groups, each in a fresh process: `python test_data_parallel.py <group> [case ...]`."""
+import io, os, re, sys, threading
+from contextlib import redirect_stdout
+from functools import lru_cache, partial
+from textwrap import dedent
+
+import pytest
+from cases import Groups
+from fresh import repo, run
+
+N = 4
+groups = Groups(__file__, lambda: dict(CPU_NUM_DEVICES=None, MPLBACKEND='Agg'), at_once=2)
+case = groups.case
+
+# In the processes
+
+@lru_cache(None)
+def lib():
+    "The names that a case needs, as an object; this process has `N` cores from now on"
+    from types import SimpleNamespace
+    import fastai.callback.all, fastai.text.all, fastai.tabular.all, recipes, parity_models, count_models, fastai_xla.all
+    l = SimpleNamespace(**{k: v for m in (fastai.text.all, fastai.tabular.all, fastai.callback.all, parity_models, count_models, recipes, fastai_xla.all)
+        for k,v in vars(m).items() if not k.startswith('_')})
+    l.learner(bs=8).to_tpu_distributed(n_cores=N)
+    return l
+
+def twins(f, mk=None, tol=2e-5, bs=4, n=N, **kwargs):
+    "Run `f` on a plain Learner with batches for all cores and on its twin on the cores: `lib, plain, learn`, after asserting that they are equal"
+    l,mk = lib(),mk or lib().learner
+    plain,learn = mk(bs=bs*n),mk(bs=bs)
+    for o in (plain, learn.to_tpu_distributed(n_cores=n, **kwargs)):
+        l.set_seed(7, reproducible=True)
+        with o.no_bar(),o.no_logging(): f(o)
+    same(l, plain, learn, tol)
+    return l,plain,learn
+
+def same(l, plain, learn, tol=2e-5):
+    "Assert that two Learners have equal weights, optimizer state and history"
+    near(l, [plain.model.state_dict(), plain.opt.state_dict()['state'], list(plain.recorder.losses), list(plain.recorder.values)],
+         [learn.model.state_dict(), learn.opt.state_dict()['state'], list(learn.recorder.losses), list(learn.recorder.values)], tol)
+
+def near(l, a, b, tol=2e-5):
+    a,b = l.leaves(a),l.leaves(b)
+    assert a.keys()==b.keys()
+    far = {k: abs(a[k]-b[k]).max(initial=0) for k in a if not abs(a[k]-b[k]).max(initial=0)<=tol}
+    assert not far, far
+
+def quietly(o, f, *args, seed=7, **kwargs):
+    lib().set_seed(seed)
+    with o.no_bar(),o.no_logging(): return f(*args, **kwargs)
+
+def pieces(t):
+    import torch_xla
+    return [tuple(o[0].shape) for o in torch_xla._XLAC._get_local_shards([t.detach()])[0]]
+
+def batches_of(learn, n_epoch=2):
+    "The inputs of all batches of a fit, on the host, without padding"
+    l,seen = lib(),[]
+    class See(l.Callback):
+        order = -100
+        def before_batch(self): seen.append([t.cpu().clone()[:getattr(self.dl, 'n_real', None)] for t in (*self.xb, *self.yb)])
+    quietly(learn, learn.fit, n_epoch, 1e-3, cbs=See())
+    return seen
+
+def same_batches(mk, bs=4):
+    "Assert that the cores see the batches that one process with the larger batch size sees, in their order"
+    l = lib()
+    a,b = batches_of(mk(bs*N)),batches_of(mk(bs).to_tpu_distributed(n_cores=N))
+    assert len(a)==len(b), (len(a), len(b))
+    for x,y in zip(a, b):
+        for p,q in zip(x, y): assert p.shape==q.shape and l.torch.equal(p.float(), q.float())
+
+# ---- a step is that of one process with n*bs samples, in its order
+
+@case('loaders')
+def shuffled_and_dropped(): same_batches(lambda bs: lib().learner(n=70, bs=bs))
+
+def of_samples(bs, dl_type=None, n=70, valid=None, **kwargs):
+    l = lib()
+    l.set_seed(3)
+    train = (dl_type or l.TfmdDL)(l.vectors(n), bs=bs, num_workers=0, **kwargs)
+    return l.Learner(l.DataLoaders(train, valid or l.TfmdDL(l.vectors(20, 1), bs=bs, num_workers=0)), l.mlp(), loss_func=l.CrossEntropyLossFlat(), metrics=l.accuracy)
+
+@case('loaders')
+def ragged_and_weighted_and_sampled():
+    l = lib()
+    same_batches(lambda bs: of_samples(bs, shuffle=True, drop_last=True))
+    same_batches(lambda bs: of_samples(bs, shuffle=True))
+    same_batches(lambda bs: of_samples(bs, l.WeightedDL, wgts=range(1,71), shuffle=True, drop_last=True))
+    class Backwards(l.TfmdDL):
+        def get_idxs(self): return super().get_idxs()[::-1]
+    same_batches(lambda bs: of_samples(bs, Backwards))
+    same_batches(lambda bs: of_samples(bs, partial(l.PartialDL, partial_n=40), shuffle=True))
+
+@case('loaders')
+def a_set_smaller_than_a_step():
+    "is one step, also with `drop_last`; plain fastai would have no batch"
+    l = lib()
+    b = batches_of(of_samples(8, n=20, drop_last=True).to_tpu_distributed(n_cores=N), 1)
+    assert [len(o[0]) for o in b]==[20, 20]
+
+@case('loaders')
+def workers():
+    "of processes: the same samples"
+    l = lib()
+    def mk(bs):
+        learn = of_samples(bs, shuffle=True)
+        for dl in learn.dls.loaders: dl.fake_l.num_workers = 2
+        return learn
+    same_batches(mk)
+
+@case('loaders')
+def torchs_own():
+    l,D = lib(),lib().torch.utils.data
+    def mk(bs, **kwargs):
+        l.set_seed(3)
+        train = D.DataLoader(l.vectors(70), **({'batch_size': bs, 'shuffle': True, **kwargs}))
+        return l.Learner(l.DataLoaders(train, D.DataLoader(l.vectors(20, 1), batch_size=bs)), l.mlp(), loss_func=l.CrossEntropyLossFlat())
+    same_batches(mk)
+    same_batches(partial(mk, drop_last=True))
+    class Stream(D.IterableDataset):
+        def __len__(self): return 70
+        def __iter__(self): return iter(l.vectors(70))
+    def streamed(bs):
+        learn = mk(bs)
+        learn.dls.train = D.DataLoader(Stream(), batch_size=bs)
+        return learn
+    same_batches(streamed)
+    class Pairs: # two batches of the sampler are one
+        def __init__(self, bs): self.bs = bs
+        def __len__(self): return 70//self.bs
+        def __iter__(self): return iter([list(range(i*self.bs, (i+1)*self.bs)) for i in range(len(self))])
+    def sampled(bs):
+        learn = mk(4)
+        learn.dls.train = D.DataLoader(l.vectors(68), batch_sampler=Pairs(bs))
+        return learn
+    a,b = batches_of(sampled(4*N)),batches_of(sampled(4).to_tpu_distributed(n_cores=N))
+    assert l.torch.equal(a[0][0], b[0][0]) and [len(o[0]) for o in b[:6]]==[16,16,16,16,4,16]
+
+@case('loaders')
+def streams():
+    l = lib()
+    class Stream(l.IterableDataset):
+        def __len__(self): return 70
+        def __iter__(self): return iter(l.vectors(70))
+    def mk(bs):
+        learn = of_samples(bs)
+        learn.dls.train = l.TfmdDL(Stream(), bs=bs, num_workers=0)
+        learn.dls.train._n_inp = 1 # plain fastai takes a sample of the first epoch to learn this
+        return learn
+    same_batches(mk)
+
+@case('loaders')
+def ready_batches_are_taken_as_they_are():
+    l = lib()
+    def mk(bs):
+        xs = [(l.torch.randn(16, 8), l.torch.arange(16)%3) for _ in range(3)]
+        return l.Learner(l.DataLoaders(xs, xs), l.mlp(), loss_func=l.CrossEntropyLossFlat())
+    b = batches_of(mk(0).to_tpu_distributed(n_cores=N), 1)
+    assert [len(o[0]) for o in b]==[16]*6
+
+@case('loaders')
+def texts():
+    "sorted by length, shuffled in chunks of the batch size; and one long text cut into rows"
+    l = lib()
+    def sorted_(bs, shuffle=True):
+        l.set_seed(3)
+        ds = [(l.TensorText(l.torch.arange(2+i*5%9)+1), i%3) for i in range(70)]
+        dls = [l.SortedDL(ds, bs=bs, shuffle=s, num_workers=0, before_batch=partial(l.pad_input, pad_idx=0)) for s in (shuffle, False)]
+        class Mean(l.nn.Module):
+            def __init__(self): super().__init__(); self.emb,self.lin = l.nn.Embedding(80, 4),l.nn.Linear(4, 3)
+            def forward(self, x): return self.lin(self.emb(x).mean(1))
+        return l.Learner(l.DataLoaders(*dls), Mean(), loss_func=l.CrossEntropyLossFlat())
+    same_batches(sorted_)
+    def long(bs):
+        l.set_seed(3)
+        ts = [l.torch.arange(n)%30 for n in (213,122,219,311,118,125)]
+        dls = [l.LMDataLoader(ts, bs=bs, seq_len=6, shuffle=s, num_workers=0) for s in (True, False)]
+        class LM(l.nn.Module):
+            def __init__(self): super().__init__(); self.emb,self.lin = l.nn.Embedding(30, 4),l.nn.Linear(4, 30)
+            def forward(self, x): return self.lin(self.emb(x))
+        return l.Learner(l.DataLoaders(*dls), LM(), loss_func=l.CrossEntropyLossFlat())
+    same_batches(long)
+
+@case('loaders')
+def only_parts_are_sent():
+    "of a batch each core gets its part, and nothing else of it goes to or from the device"
+    l,seen = lib(),[]
+    from fastai_xla.runtime.device import met
+    class Sent(l.Callback):
+        order = 1000
+        def after_batch(self):
+            if self.training: seen.append([(met.metric_data(o) or [0,0])[1] for o in ('OutboundData','InboundData')])
+    xs = [(l.torch.randn(1000), i%3) for i in range(128)]
+    dls = l.DataLoaders(*[l.TfmdDL(xs, bs=4, num_workers=0) for _ in range(2)])
+    learn = l.Learner(dls, l.nn.Linear(1000, 3), loss_func=l.CrossEntropyLossFlat()).to_tpu_distributed(n_cores=N, fetch_every=60)
+    quietly(learn, learn.fit, 2, cbs=Sent())
+    sent,read = [b-a for a,b in zip(seen[-6], seen[-2])]
+    batch = 16*(1000*4+8)
+    assert read==0 and 4*batch<=sent<=4*(batch+N*100)+2*batch, (sent, read, batch) # one or two more may be on their way
+
+@case('loaders')
+def what_callbacks_see_of_the_loaders():
+    "in a phase the batch size of a step, outside the user's, and in what is made of them the user's"
+    l,seen = lib(),[]
+    class See(l.Callback):
+        def before_fit(self): seen.append((self.dls.train.bs, len(self.dls.train), self.dls.valid.new().bs))
+    learn = of_samples(4).to_tpu_distributed(n_cores=N)
+    quietly(learn, learn.fit, 1, cbs=See())
+    assert seen==[(16, 5, 4)] and (learn.dls.train.bs, len(learn.dls.train))==(4, 18)
+    sizes = []
+    class Sizes(l.Callback):
+        def before_batch(self): sizes.append((self.dl.bs, self.n_iter, pieces(self.x)[0]))
+    quietly(learn, learn.validate, cbs=Sizes())
+    quietly(learn, learn.get_preds, dl=learn.dls.valid, cbs=Sizes())
+    assert sizes==4*[(16, 2, (4,8))], sizes
+    class Fails(l.Callback):
+        def after_batch(self): raise ValueError('no')
+    with pytest.raises(ValueError): quietly(learn, learn.fit, 1, cbs=Fails())
+    assert (learn.dls.train.bs, learn.dls.valid.bs)==(4, 4) and 'core_bs' not in vars(learn.dls.train)
+
+# ---- the numbers are those of plain fastai
+
+@case('numbers')
+def fits():
+    def f(learn):
+        learn.fit_one_cycle(1, 1e-2)
+        learn.freeze()
+        learn.fit_flat_cos(1, 1e-2)
+        learn.fine_tune(1, 1e-2)
+    l,plain,learn = twins(f)
+    assert learn.model[0].weight.device.type=='xla' and pieces(learn.model[0].weight)==[(16,8)]*N
+
+@case('numbers')
+def predictions():
+    l,plain,learn = twins(lambda o: o.fit(1, 1e-2))
+    for f in ('validate','get_preds'): near(l, quietly(plain, getattr(plain, f)), quietly(learn, getattr(learn, f)))
+    for kw in (dict(with_input=True, with_loss=True), dict(ds_idx=0)):
+        near(l, quietly(plain, plain.get_preds, **kw), quietly(learn, learn.get_preds, **kw))
+
+@case('numbers')
+def lr_find():
+    l,plain,learn = twins(lambda o: o.fit(1, 1e-2))
+    for o in (plain, learn): quietly(o, o.lr_find, num_it=20, show_plot=False)
+    near(l, list(plain.recorder.losses), list(learn.recorder.losses))
+    near(l, plain.model.state_dict(), learn.model.state_dict())
+
+@case('numbers')
+def fewer_cores_than_there_are():
+    "compute the same twice; and none"
+    twins(lambda o: o.fit(1, 1e-2), n=2)
+    l,_,learn = twins(lambda o: o.fit(1, 1e-2), n=1)
+    assert learn.tpu_data_parallel_trainer.mesh==dict(replica=1, fsdp=1, copy=N)
+    with pytest.raises(ValueError, match='n_cores=3 does not divide the 4 cores of this process'): l.learner().to_tpu_distributed(n_cores=3)
+
+@case('numbers')
+def callbacks():
+    l = lib()
+    for cbs in ([l.MixUp(.4)], [l.EMACallback(decay=.9, use_warmup=True)], [l.NaNGuard(action='skip')],
+            [l.ShortEpochCallback(.5)], [l.EarlyStoppingCallback(patience=1), l.SaveModelCallback(fname='best')]):
+        twins(lambda o: o.fit(2, 1e-2, cbs=cbs), tol=1e-4)
+
+@case('numbers')
+def accumulated_gradients():
+    "over as many batches as on one core: `n_acc` counts one core's samples, as `bs` does"
+    l,acc = lib(),lib().GradientAccumulation(8)
+    plain,learn = l.learner(bs=16, cbs=[l.GradientAccumulation(32), l.GradientClip(.1)]),l.learner(bs=4, cbs=[acc, l.GradientClip(.1)]).to_tpu_distributed(n_cores=N)
+    for o in (plain, learn): quietly(o, o.fit, 2, 1e-2)
+    same(l, plain, learn)
+    assert acc.n_acc==8
+
+@case('numbers')
+def batchnorm_of_each_core():
+    "`sync_bn=False`: a step is that of a model whose norms see a core's part"
+    l,n = lib(),N
+    class Parts(l.nn.BatchNorm1d):
+        def forward(self, x): return l.torch.cat([super(Parts, self).forward(o) for o in x.split(len(x)//n)]) if self.training else super().forward(x)
+    def mk(bs, n_samples=64):
+        learn = l.learner(bs=bs, n=n_samples)
+        if bs>8: learn.model[1].__class__ = Parts
+        return learn
+    plain,learn = mk(16),mk(4).to_tpu_distributed(n_cores=N, sync_bn=False)
+    for o in (plain, learn): quietly(o, o.fit, 1, 1e-2)
+    near(l, [p for k,p in plain.model.named_parameters()], [p for p in learn.model.parameters()])
+    with pytest.raises(AssertionError): # all cores' statistics are another training
+        whole = mk(4).to_tpu_distributed(n_cores=N)
+        quietly(whole, whole.fit, 1, 1e-2)
+        near(l, [p for k,p in plain.model.named_parameters()], [p for p in whole.model.parameters()])
+
+@case('numbers')
+def scaled_learning_rate():
+    l = lib()
+    plain,learn = l.learner(bs=16),l.learner(bs=4).to_tpu_distributed(n_cores=N, scale_lr=True)
+    quietly(plain, plain.fit, 1, 4e-2)
+    quietly(learn, learn.fit, 1, 1e-2)
+    near(l, plain.model.state_dict(), learn.model.state_dict())
+    assert [h['lr'] for h in learn.opt.hypers]==[1e-2]*2
+
+# ---- indices of a user's, into a batch whose last one does not divide by the cores
+
+def index_losses():
+    "Losses of 70 samples' predictions and targets, by operators that look up, scatter, count or sort"
+    l = lib()
+    t,F = l.torch,l.F
+    def rows(p): return t.arange(len(p), device=p.device)
+    def nll(p, y): return -p.log_softmax(1)[rows(p), y].mean()
+    def embedded(p, y):
+        e = F.embedding(y, t.eye(3, device=p.device))
+        return ((p-e)**2).mean()
+    def set_items(p, y):
+        z = t.zeros_like(p)
+        z[rows(p), y] = 1.
+        return ((p-z)**2).mean()
+    def class_means(p, y):
+        n = t.bincount(y, minlength=3).clamp(min=1)
+        return (t.zeros(3, 3, device=p.device).index_add(0, y, p)/n[:,None]-t.eye(3, device=p.device)).pow(2).mean()
+    return dict(indexed=nll, embedded=embedded, set_items=set_items, class_means=class_means,
+        one_hot=lambda p,y: ((p-F.one_hot(y, 3))**2).mean(),
+        gathered=lambda p,y: -p.log_softmax(1).gather(1, y[:,None]).mean(),
+        scattered=lambda p,y: ((p-t.zeros_like(p).scatter(1, y[:,None], 1.))**2).mean(),
+        added=lambda p,y: (t.zeros(3, device=p.device).scatter_add(0, y, p[:,0])**2).mean(),
+        put=lambda p,y: (t.zeros(3, device=p.device).index_put((y,), p[:,1], accumulate=True)**2).mean(),
+        selected=lambda p,y: (p*p.detach().index_select(0, y)).mean(),
+        ordered=lambda p,y: (p[y.argsort(stable=True)]*p.detach()).mean(),
+        largest=lambda p,y: p[:,0].topk(4).values.mean()+p.sort(1).values[:,0].mean()+p.max(1).values.mean(),
+        summed=lambda p,y: p.cumsum(0).pow(2).mean()*1e-2,
+        chosen=lambda p,y: F.cross_entropy(p, y, reduction='none')[(y>0).nonzero()[:,0]].mean())
+
+@case('indices')
+def losses_that_index():
+    for name,f in index_losses().items():
+        print(name, file=sys.stderr, flush=True)
+        def mk(bs):
+            learn = of_samples(bs, shuffle=True)
+            learn.loss_func = f
+            return learn
+        twins(lambda o: o.fit(1, 1e-2), mk)
+
+@case('indices')
+def models_that_look_up():
+    "embeddings of numbers of the batch, one a sample and several, and classes that the model makes itself"
+    l = lib()
+    class Looks(l.nn.Module):
+        def __init__(self): super().__init__(); self.emb,self.lin = l.nn.Embedding(9, 4),l.nn.Linear(8, 3)
+        def forward(self, x):
+            i = (x[:,:5].abs()*3).long().clamp(max=8)
+            return self.lin(l.torch.cat([self.emb(i[:,0]), self.emb(i).mean(1)], 1)) + l.F.one_hot(i[:,1]%3, 3)
+    def mk(bs):
+        learn = of_samples(bs, shuffle=True)
+        l.set_seed(4)
+        learn.model = Looks()
+        return learn
+    twins(lambda o: o.fit(1, 1e-2), mk)
+
+# ---- everything of a notebook stays in its process
+
+@case('notebook')
+def what_a_callback_uses():
+    "globals, open files, what cannot be pickled, prints; and a traceback ends in the user's line"
+    l,seen,text = lib(),[],io.StringIO()
+    class Notes(l.Callback):
+        def __init__(self): self.lock,self.file,self.gen = threading.Lock(),open('notes.txt', 'w'),(i for i in range(99))
+        def after_batch(self):
+            with self.lock: self.file.write(f'{next(self.gen)} ')
+            seen.append(os.getpid())
+            print('batch', end=' ')
+    learn = l.learner(bs=4).to_tpu_distributed(n_cores=N)
+    with redirect_stdout(text): quietly(learn, learn.fit, 1, cbs=(cb := Notes()))
+    cb.file.close()
+    n = len(seen)
+    assert n==6 and {*seen}=={os.getpid()} and text.getvalue().count('batch')==n and open('notes.txt').read().split()==[*map(str, range(n))]
+    class Wrong(l.Callback):
+        def after_pred(self): raise KeyError('here')
+    with pytest.raises(KeyError) as e: quietly(learn, learn.fit, 1, cbs=Wrong())
+    assert e.traceback[-1].name=='after_pred' and "raise KeyError('here')" in str(e.traceback[-1].statement)
+
+@case('notebook')
+def what_is_on_the_device_afterwards():
+    "as after `to_tpu`: the model, and what the loaders give"
+    l = lib()
+    learn = l.learner(bs=4).to_tpu_distributed(n_cores=N)
+    for _ in range(2):
+        assert {t.device.type for t in (*learn.model.parameters(), *learn.dls.one_batch())}=={'xla'}
+        quietly(learn, learn.fit, 1)
+
+@case('notebook')
+def what_follows_a_fit():
+    "predictions of one sample, files, tables and interpretation"
+    l,plain,learn = twins(lambda o: o.fit(1, 1e-2))
+    x = l.vectors(1, 5)[0]
+    near(l, plain.predict(x)[2], learn.predict(x)[2])
+    near(l, *[list(quietly(o, l.Interpretation.from_learner, o).top_losses(5)[0]) for o in (plain, learn)])
+    assert 'Total params' in str(learn.summary()) and 'xla' not in str(learn.summary()).lower()
+    for o,file in ((plain, 'plain'), (learn, 'cores')): o.save(file)
+    other = l.learner(bs=4).load('cores')
+    near(l, plain.model.state_dict(), other.model.state_dict())
+    learn.load('plain')
+    near(l, plain.model.state_dict(), learn.model.state_dict())
+    assert pieces(learn.model[0].weight)==[(16,8)]*N
+
+@case('notebook')
+def exported():
+    "and loaded without a TPU"
+    l = lib()
+    learn = l.tabular().to_tpu_distributed(n_cores=N)
+    quietly(learn, learn.fit, 1, 1e-2)
+    learn.export('cores.pkl')
+    new = l.load_learner('cores.pkl')
+    near(l, learn.model.state_dict(), new.model.state_dict())
+    assert {p.device.type for p in new.model.parameters()}=={'cpu'} and not new.cbs.attrgot('name').filter(lambda n: 'tpu' in n)
+    row = l.people().iloc[0]
+    near(l, learn.predict(row)[2], new.predict(row)[2])
+    assert {p.device.type for p in learn.model.parameters()}=={'xla'}
+
+@case('notebook')
+def detached_and_again():
+    "by the context, back to the CPU with the optimizer's state; and another Learner beside it"
+    l,mk = lib(),lib().learner
+    plain,learn,other = mk(bs=16),mk(bs=4),mk(bs=4).to_tpu_distributed(n_cores=N)
+    quietly(plain, plain.fit, 1, 1e-2)
+    with learn.tpu_distributed_ctx(n_cores=N): quietly(learn, learn.fit, 1, 1e-2)
+    assert {p.device.type for p in learn.model.parameters()}=={'cpu'} and not [cb for cb in learn.cbs if 'tpu' in cb.name]
+    same(l, plain, learn)
+    quietly(other, other.fit, 1, 1e-2)
+    same(l, plain, other)
+    for o in (plain, learn.to_tpu_distributed(n_cores=N)): quietly(o, o.fit, 1, 1e-2, reset_opt=False)
+    same(l, plain, learn)
+
+@case('notebook')
+def memory_is_given_back():
+    "of a Learner that was detached, or forgotten"
+    import gc, weakref
+    l = lib()
+    def ended(f):
+        learn = l.learner(bs=4).to_tpu_distributed(n_cores=N)
+        quietly(learn, learn.fit, 1)
+        refs = [weakref.ref(t) for t in learn.model.parameters()]
+        assert refs[0]().device.type=='xla'
+        f(learn)
+        return refs
+    left = []
+    for f in (lambda o: left.append(o.detach_tpu_distributed()), lambda o: None):
+        refs = ended(f)
+        gc.collect()
+        assert refs and not [r for r in refs if r() is not None and r().device.type=='xla']
+
+@case('notebook')
+def hooks_that_keep_activations():
+    l = lib()
+    def layers(o): return [m for m in o.model if isinstance(m, (l.nn.Linear,l.nn.ReLU))]
+    class Keeps(l.Callback):
+        "The outputs of each layer of the last batch, of which 4 samples are no padding"
+        def before_fit(self): self.hooks = l.hook_outputs(layers(self.learn), detach=True)
+        def after_fit(self):
+            self.kept = [o.float().cpu()[:4] for o in self.hooks.stored]
+            self.hooks.remove()
+    found = []
+    def f(o):
+        cbs = [Keeps(), l.ActivationStats(modules=layers(o))]
+        o.fit(1, 1e-2, cbs=cbs)
+        found.append([cbs[0].kept, [[s['mean'], s['std']] for step in cbs[1].stats for s in step]])
+    twins(f)
+    assert len(found[0][1])==12
+    near(l, *found)
+
+@case('notebook')
+def tables_and_collaboration():
+    "Learners of tables, with their metrics"
+    l = lib()
+    for f in (l.tabular, l.collab_nn):
+        plain = f()
+        learn = f()
+        n = plain.dls.train.bs
+        for o in (plain, learn):
+            for dl in o.dls.loaders: dl.bs = n if o is plain else n//N
+        for o in (plain, learn.to_tpu_distributed(n_cores=N)): quietly(o, o.fit, 2, 1e-2)
+        same(l, plain, learn, 5e-5)
+
+@pytest.mark.parametrize('group,name', groups.names)
+def test_case(group, name):
+    error,_ = groups.outcome(group)[name]
+    assert error is None, error
+
+def test_first_minute_in_a_notebook(tmp_path):
+    "on eight cores: what its kernel shows is where it trains, fastai's table and what a fit has cost"
+    import nbformat
+    from kernels import Manager
+    from nbclient import NotebookClient
+    cells = ['import os, warnings\nwarnings.simplefilter("error")\nfrom recipes import *', 'learn = learner(bs=2).to_tpu_distributed()', 'learn.fit(2, 1e-2)', 'learn.validate()']
+    nb = nbformat.v4.new_notebook(cells=[*map(nbformat.v4.new_code_cell, cells)])
+    env = {**os.environ, 'PYTHONPATH': f'{repo}{os.pathsep}{repo/"tests"}', 'PJRT_DEVICE': 'CPU', 'OMP_NUM_THREADS': '1'}
+    for o in ('CPU_NUM_DEVICES','TF_CPP_MIN_LOG_LEVEL'): env.pop(o, None)
+    NotebookClient(nb, timeout=300, kernel_manager_class=Manager, resources=dict(metadata=dict(path=str(tmp_path)))).execute(env=env)
+    said = {name: ''.join(o.text for c in nb.cells for o in c.outputs if o.output_type=='stream' and o.name==name) for name in ('stdout','stderr')}
+    lines = [o.strip() for o in said['stdout'].splitlines() if o.strip()]
+    assert len(lines)==3, lines
+    for line,start in zip(lines, ("No TPU found: 8 virtual cores on this machine's CPU", r'\d graphs compiled in', r'8x CPU: [\d,.]+ samples/s')): assert re.match(start, line), lines
+    assert not [o for o in said['stderr'].splitlines() if o.strip() and 'tqdm' not in o], said['stderr']
+
+def test_no_line_of_cpp_reaches_a_script():
+    "of XLA's log, also where torch_xla was imported first, which sets its level; errors do, by their level"
+    res = run('-c', dedent("""
+        import torch_xla
+        from recipes import *
+        learn = learner().to_tpu_distributed(n_cores=2)
+        with learn.no_bar(),learn.no_logging(): learn.fit(1, 1e-2)
+        print(os.environ['TF_CPP_MIN_LOG_LEVEL'])"""), PYTHONPATH=f'{repo}{os.pathsep}{repo/"tests"}', CPU_NUM_DEVICES=None, TF_CPP_MIN_LOG_LEVEL=None)
+    assert res.returncode==0, res.stderr
+    assert 'No TPU found: 2 virtual cores' in res.stdout and res.stdout.splitlines()[-1]=='2' and '.cc:' not in res.stdout+res.stderr, res.stderr
+
+if __name__=='__main__': groups.main(*sys.argv[1:])

@@ -1,0 +1,6 @@
+"A Learner trains on TorchTPU as plain fastai trains it on the CPU: kinds of model"
+import pytest
+from workloads import check_parity, GROUPS
+
+@pytest.mark.parametrize('name', GROUPS['models'])
+def test_parity(name): check_parity(name)
