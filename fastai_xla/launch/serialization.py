@@ -8,10 +8,10 @@ Docs: https://fastai-xla.github.io/fastai_xla/launch.serialization.html.md"""
 __all__ = ['map_memory', 'as_bytes', 'Received', 'Namespace', 'ValuePickler', 'dump', 'dumps', 'unpickler', 'loads']
 
 # %% ../../nbs/540_launch.serialization.ipynb #imports
-import copyreg, functools, io, os, pickle, sys, threading, warnings, weakref
+import copyreg, functools, io, logging, os, pickle, sys, threading, warnings, weakref
 from contextlib import suppress
 from importlib import import_module
-from types import FunctionType, ModuleType
+from types import FunctionType, MappingProxyType, ModuleType
 import numpy as np, torch
 from cloudpickle import cloudpickle as cp
 from torch import nn
@@ -154,13 +154,50 @@ def _reduce_class(c):
 
 # %% ../../nbs/540_launch.serialization.ipynb #refused
 _locks = type(threading.Lock()),type(threading.RLock())
+_files = io.TextIOWrapper,io.BufferedReader,io.BufferedWriter,io.BufferedRandom
+
+def _open(path, mode, kwargs, at):
+    "The file `path`, read from `at` on, or added to by the main rank alone"
+    if at is None and Received.now and not Received.now.is_main: path = os.devnull
+    res = open(path, mode, **kwargs)
+    if at is not None: res.seek(at)
+    return res
+
+def _closed():
+    with open(os.devnull) as f: return f
+
+def _reduce_file(f):
+    "How to open `f` again"
+    text = isinstance(f, io.TextIOWrapper)
+    kwargs,b = dict(encoding=f.encoding, errors=f.errors) if text else {},'' if text else 'b'
+    if f.closed: return _closed, ()
+    if f.fileno() in (1,2): return getattr, (sys, ('stdout','stderr')[f.fileno()-1])
+    if not isinstance(f.name, (str,bytes)): return None
+    path = os.path.abspath(f.name)
+    if not f.writable(): return _open, (path, 'r'+b, kwargs, f.tell())
+    f.flush()
+    return _open, (path, 'a'+b, kwargs, None)
+
+def _logger(name, level, handlers, propagate, parent):
+    "The logger `name`, with the handlers of the notebook's"
+    res = logging.getLogger(name)
+    if Received.now: res.level,res.handlers,res.propagate = level,handlers,propagate
+    res.manager._clear_cache() # of what each level allows
+    return res
+
+def _reduce_logger(o):
+    "How to make the logger `o` again, with those of its handlers that write to a stream or a file"
+    handlers = [h for h in o.handlers if type(h) in (logging.StreamHandler,logging.FileHandler)]
+    return _logger, (o.name, o.level, handlers, o.propagate, o.parent)
 
 def _reduce_refused(o):
     "How to make what pickle refuses, or would only name: locks are free, caches empty"
     if isinstance(o, _locks): return type(o) if type(o) is _locks[1] else threading.Lock, ()
     if isinstance(o, functools._lru_cache_wrapper) and users_module(o): return _cached, (o.__wrapped__, o.cache_parameters())
+    if isinstance(o, (weakref.WeakKeyDictionary,MappingProxyType)): return type(o), (dict(o),) # those of `functools.singledispatch`
     for k in ('stdout','stderr'):
         if o is getattr(sys, k): return getattr, (sys, k)
+    if isinstance(o, _files): return _reduce_file(o)
     if isinstance(o, nn.Module) and _is_parametrized(type(o)): return copyreg.__newobj__, (type(o),), vars(o)
 
 # %% ../../nbs/540_launch.serialization.ipynb #pickler
@@ -179,6 +216,7 @@ class ValuePickler(Pickler):
         if isinstance(o, type): res = _reduce_class(o) if self.by_value else None
         elif isinstance(o, ModuleType): res = _reduce_module(o, self._namespace(o)) if self.by_value and users_module(o) else None
         elif isinstance(o, FunctionType): res = self._dynamic_function_reduce(o) if self.by_value and users_module(o) else None
+        elif isinstance(o, logging.Logger) and self.by_value: res = _reduce_logger(o)
         else: res = _reduce_refused(o)
         return res or super().reducer_override(o)
 
