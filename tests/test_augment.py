@@ -186,6 +186,21 @@ def test_same_seed_same_training_as_on_the_cpu(mix):
     c = cb.epochs[1]
     assert (c.compiles,c.fallbacks)==(0,{}) and c.reads<=2
 
+@pytest.mark.parametrize('make', [
+    lambda: [*aug_transforms(flip_vert=True, max_lighting=.4), Saturation(), Hue(p=1.), norm()], lambda: [DeterministicDihedral(), RandomResizedCropGPU(8, min_scale=.3), norm()],
+    lambda: [Flip(batch=True), Rotate(batch=True), Brightness(batch=True), Contrast(batch=True), Hue(batch=True)]], ids=['all','crop','batch'])
+def test_replayed_steps_transform_as_on_the_cpu(make):
+    res = []
+    for tpu in (False,True):
+        set_seed(3)
+        learn = image_learner(make())
+        if tpu: learn.to_tpu()
+        set_seed(5)
+        with learn.no_bar(),learn.no_logging(): learn.fit(3, 1e-2)
+        res.append([float(o) for o in learn.recorder.losses])
+    assert res[0]==pytest.approx(res[1], abs=1e-4)
+    assert '22 of 24 training steps were replayed' in str(learn.replay), learn.replay
+
 def halved(x:TensorImage): return x/2
 def by_its_largest(x:TensorImage): return x/x.max().item()
 
