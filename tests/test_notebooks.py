@@ -49,7 +49,9 @@ def test_failure_in_a_module_is_shown(tmp_path):
     out,code = run_module(tmp_path/'a.ipynb', tmp_path)
     assert code==1 and 'Cell 2:\nassert x*7==41' in out and 'not 41' in out and 'ZeroDivisionError' not in out
 
-@pytest.mark.parametrize('path', pages, ids=name_of)
+def _takes_long(o): return o.parent.name=='tutorials' or o.stem in ('recipes','hosts')
+
+@pytest.mark.parametrize('path', [pytest.param(o, marks=pytest.mark.slow) if _takes_long(o) else o for o in pages], ids=name_of)
 def test_page_runs(path, tmp_path):
     nb = nbformat.read(path, as_version=4)
     nb.cells = [o for o in nb.cells if not (o.cell_type=='code' and not_run.search(o.source))]

@@ -349,3 +349,15 @@ def test_runner_sees_processes_that_die_hang_or_collect_nothing(tmp_path):
     files = dict(died='import os\ndef test_1(): os.abort()', hung='import time\ndef test_2(): time.sleep(99)', empty='')
     res = run_tests(tmp_path, '--timeout=10', **files)
     assert res.returncode==1 and '0 passed, 0 failed, 3 error' in res.stdout.splitlines()[-1] and 'no end after 10 s' in res.stdout
+
+def test_promises():
+    "Each has a test, in the target that the table says"
+    table = (root/'CONTRIBUTING.md').read_text().split('## What users are promised')[1].split('\n## ')[0]
+    quick,slow,_ = table.split('| **`make ')
+    def tests(text): return re.findall(r'`((?:torch_tpu/)?test_\w+\.py)::(\w+)`', text)
+    for file,name in tests(table):
+        text = (root/'tests'/file).read_text()
+        assert f'def {name}(' in text, name
+        marks = text.split(f'def {name}(')[0].rpartition('\n\n')[2]
+        always = 'pytestmark = pytest.mark.slow' in text or any(o.strip() in ('@slow','@pytest.mark.slow') for o in marks.splitlines())
+        assert always==((file,name) in tests(slow)), name

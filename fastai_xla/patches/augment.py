@@ -186,7 +186,8 @@ def _hsv2rgb(old, img):
     p,q,t = [(v*(1-o)).clamp(0, 1) for o in (s, s*f, s*(1-f))]
     return torch.stack([_picked(i%6, *o) for o in ((v,q,p,p,t,v), (t,v,v,q,p,p), (p,p,t,v,v,q))], 1)
 
-@replaces(faug._Hue, '__call__', 'fastai 2.8, torch 2.8-2.9', 'torch ends in an internal assertion where `set_` is called of a result that a replayed step has yet to compute')
+@replaces(faug._Hue, '__call__', 'fastai 2.8, torch 2.8-2.9',
+    "torch asserts that `set_` is not called of what a replayed step has yet to compute")
 def _shift_hue(old, self, x):
     if not on_accelerator(x): return old(self, x)
     h,s,v = x.unbind(1)
