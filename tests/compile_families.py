@@ -60,12 +60,6 @@ def small_images():
     return Learner(image_dls(8), nn.Sequential(body, nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(128, 4)))
 
 @seeded
-def stem():
-    "What begins a ResNet, with large images: a max-pool of the ReLU of a norm"
-    body = nn.Sequential(ConvLayer(3, 16), nn.MaxPool2d(3, 1, 1), ConvLayer(16, 16))
-    return Learner(image_dls(64, bs=32, n=64, n_valid=32), nn.Sequential(body, nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(16, 4)), opt_func=OPTS['SGD'])
-
-@seeded
 def collab_long():
     "Tables that are longer than a tile"
     ds = [(torch.randint(0, 2000, (2,)), torch.tensor(float(i%5))) for i in range(32)]
@@ -93,6 +87,6 @@ FAMILIES = dict(
     vit_scan_fsdp8=(wide_vit, 'v5e-8', 'sharded', dict(fsdp=8, scan=True)), vit_2x4=(wide_vit, 'v5e-8', 'sharded', dict(replica=2, fsdp=4, grad_ckpt=True)),
     cut=(cut, 'v5e-1', None, {}), vit_checkpointed=(vit_checkpointed, 'v5e-1', None, {}),
     text=(classifier, 'v5e-1', None, {}), language_model=(language_model, 'v5e-1', None, {}), unet=(unet, 'v5e-1', None, {}), unet_bf16=(unet_bf16, 'v5e-1', None, {}),
-    convnext=(convnext, 'v5e-1', None, {}), small_images=(small_images, 'v5e-1', None, {}), stem=(stem, 'v5e-1', None, {}), tabular_v4=(tabular, 'v4-8', None, {}),
+    convnext=(convnext, 'v5e-1', None, {}), small_images=(small_images, 'v5e-1', None, {}), tabular_v4=(tabular, 'v4-8', None, {}),
     collab_dot=(collab_dot, 'v5e-1', None, {}), collab_long=(collab_long, 'v5e-1', None, {}), collab_nn=(collab_nn, 'v5e-1', None, {}), gan=(gan, 'v5e-1', None, {}))
 "Of each family: a Learner, the slice, the form, and options"
