@@ -1,5 +1,3 @@
-"""Modules:
-
-- `fastai_xla.patches.ops`: The targets that torch's cross entropy divides by, counted over all ranks"""
+"""Train an unchanged fastai Learner on TPUs, through PyTorch/XLA"""
 
 __version__ = "0.1.0"
