@@ -241,7 +241,6 @@ ON_HOST = dict( # what no form is known for, by case
     ss='aten::searchsorted.Tensor',
     solve_triangular='aten::linalg_solve_triangular',
     cholesky='aten::_local_scalar_dense aten::linalg_cholesky_ex aten::linalg_solve_triangular',
-    addmm='aten::addmm',
     embedding_max_norm='aten::embedding_renorm_',
     reduced='aten::cumprod',
     mask='aten::cumprod',
