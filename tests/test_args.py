@@ -149,7 +149,7 @@ SEAMS = '''gather_bytes tpu_line Denominators is_sample_mean gather_rows is_user
     function_of register OwnDraws graph_error apart_error launch_error shapes_of
     groups_by_size note_made check_differences settings_of ema_weight
     hlo_number hlo_message compile_options ProgramReport ProgramLog tpu_advice trace_phase TPUReport module_of unpack_call state_bytes LastOfStep StepRecorder step_times rates_of show_line
-    time_fit device_span host_span HostShare host_pieces
+    time_fit device_span host_span HostShare
     assemble MeshTrainer bar_says notice_nan
     step_metrics 
     CheckpointDir check_writable StackedList safe_loads copy_model write_model ShardFiles shards_of plan_resume Position write_shards model_and_opt Kernels to_tpu to_tpu_distributed TorchTPURankTrainer GradientAverager'''.split()

@@ -1,5 +1,5 @@
 """One program for all cores (SPMD). A process cannot leave SPMD or change its number of devices, so cases run in groups, each in a fresh process: `python test_sharding.py <group>`."""
-import os, re, sys
+import math, os, re, sys
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -8,6 +8,19 @@ from cases import Groups
 
 groups = Groups(__file__, lambda: dict(CPU_NUM_DEVICES=None, MPLBACKEND='Agg'), at_once=2)
 case = groups.case
+
+def host_pieces(shape, spec, sizes, host, n_hosts):
+    "Start and end in each dim of the pieces that `host` writes of a tensor spread by `spec` over a mesh of `sizes`"
+    import numpy as np
+    n,res = math.prod(sizes.values()),[]
+    spec = [(o,) if isinstance(o, str) else o or () for o in spec or [None]*len(shape)]
+    for place in range(n*host//n_hosts, n*(host+1)//n_hosts):
+        at = dict(zip(sizes, map(int, np.unravel_index(place, tuple(sizes.values())))))
+        if any(v for k,v in at.items() if not any(k in o for o in spec)): continue # a copy
+        tiles = [(math.prod(sizes[a] for a in o), int(np.ravel_multi_index([at[a] for a in o], [sizes[a] for a in o])) if o else 0) for o in spec]
+        piece = tuple((min(i*c, s), min((i+1)*c, s)) for s,c,i in ((s, -(-s//k), i) for s,(k,i) in zip(shape, tiles)))
+        if all(b>a for a,b in piece): res.append(piece)
+    return res
 
 # In the processes
 
@@ -365,7 +378,7 @@ def two_hosts_write_a_checkpoint_by_parts():
         spec,(places,) = learn.sharding.specs['0.0.weight'],l.X._get_local_shard_replica_and_indices([w.detach()])
         for h,ds in enumerate(blocks_of_two): # `places` are by device
             own = {tuple((i.start, i.stop) for i in idx) for d,(copy,idx) in enumerate(places) if d in ds and copy==0}
-            assert own=={*l.host_pieces(w.shape, spec, mesh, h, 2)}, (kwargs, h)
+            assert own=={*host_pieces(w.shape, spec, mesh, h, 2)}, (kwargs, h)
     quiet(l, learn, learn.fit, 1, 1e-2)
     copy,whole = copy_model(model_and_opt(learn)),{}
     for p in (p for g in copy.groups for p in g): whole[p.name] = tuple(max(o) for o in zip(whole.get(p.name, p.data.shape), (a+n for a,n in zip(p.offsets, p.data.shape))))
@@ -373,7 +386,7 @@ def two_hosts_write_a_checkpoint_by_parts():
         "The pieces that are this host's: of what is spread those on its devices, and the first host has the rest"
         def is_own(p):
             if tuple(p.data.shape)==whole[p.name]: return h==0
-            return tuple((a, a+n) for a,n in zip(p.offsets, p.data.shape)) in l.host_pieces(whole[p.name], spec, mesh, h, 2)
+            return tuple((a, a+n) for a,n in zip(p.offsets, p.data.shape)) in host_pieces(whole[p.name], spec, mesh, h, 2)
         return copy._replace(groups=[[p for p in g if is_own(p)] for g in copy.groups])
     place = CheckpointDir('parts')
     with place.replacing('m', token='word', part=1, parts=2) as folder: write_model(of_host(1), folder, 1)
@@ -590,7 +603,7 @@ def meshes(n):
 def test_hosts_share_samples_and_pieces(n_hosts):
     "Whatever the mesh, hosts have together what one process has, in its order and once each, unless their cores have the same samples"
     import numpy as np
-    from fastai_xla.sharding.hosts import device_span, host_pieces, host_span, HostShare
+    from fastai_xla.sharding.hosts import device_span, host_span, HostShare
     n = 4*n_hosts
     for sizes in meshes(n):
         n_data = sizes['replica']*sizes['fsdp']
