@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from fastai.basics import find_bs, Learner, noop, TrainEvalCallback
 from fastcore.all import defaults, patch
-from ..runtime.device import program_kind, tell_cores, torch_xla, use_compile_cache, xla_device
+from ..runtime.device import met, program_kind, tell_cores, torch_xla, use_compile_cache, xla_device
 from ..runtime.ranks import world_size
 from ..runtime.signals import call_all, CtrlCHeld
 from ..runtime.transfer import feed, on_xla, resting, send, tensors_of, to_host, unfeed
@@ -157,6 +157,7 @@ def is_one_sample(
 def _compiled(c):
     "A line about compiling"
     loaded = f', {c.cached} loaded from the compile cache' if c.cached else ''
+    if n := met.counter_value('PersistentCacheDeserializeFailure'): loaded += f', and {n} in the compile cache could not be loaded: XLA on a CPU cannot read what it writes'
     return f"{c.compiles} graph{'s'*(c.compiles!=1)} compiled in {c.compile_seconds:.1f} s{loaded} up to the second batch; validation compiles its own"
 
 def _no_batches(dl):
