@@ -37,7 +37,7 @@ def _no_tiles():
 
 # What leaves a form out
 forms = {'attention': lambda: _without('_attention'), 'embedding': lambda: _without('_embedding'),
-    'linear of GELU': lambda: _without('_linear'), 'conv of small images': lambda: _without('_conv2d'),
+    'conv of small images': lambda: _without('_conv2d'),
     'order of the update': lambda: _no_order(None),
     'pinned layouts': lambda: _no_order(False), 'tiles': _no_tiles}
 forms['all'] = lambda: [f() for k,f in forms.items() if k not in ('all','pinned layouts')]

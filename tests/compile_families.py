@@ -60,12 +60,6 @@ def small_images():
     return Learner(image_dls(8), nn.Sequential(body, nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(128, 4)))
 
 @seeded
-def collab_long():
-    "Tables that are longer than a tile"
-    ds = [(torch.randint(0, 2000, (2,)), torch.tensor(float(i%5))) for i in range(32)]
-    return Learner(DataLoaders(TfmdDL(ds, bs=16), TfmdDL(ds, bs=16)), EmbeddingDotBias(8, 2000, 2000, (0,5.5)), loss_func=MSELossFlat())
-
-@seeded
 def gan():
     "A generator and a critic"
     def net(n_in, n_out): return nn.Sequential(nn.Linear(n_in, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, n_out))
@@ -88,5 +82,5 @@ FAMILIES = dict(
     cut=(cut, 'v5e-1', None, {}), vit_checkpointed=(vit_checkpointed, 'v5e-1', None, {}),
     text=(classifier, 'v5e-1', None, {}), language_model=(language_model, 'v5e-1', None, {}), unet=(unet, 'v5e-1', None, {}), unet_bf16=(unet_bf16, 'v5e-1', None, {}),
     convnext=(convnext, 'v5e-1', None, {}), small_images=(small_images, 'v5e-1', None, {}), tabular_v4=(tabular, 'v4-8', None, {}),
-    collab_dot=(collab_dot, 'v5e-1', None, {}), collab_long=(collab_long, 'v5e-1', None, {}), collab_nn=(collab_nn, 'v5e-1', None, {}), gan=(gan, 'v5e-1', None, {}))
+    collab_dot=(collab_dot, 'v5e-1', None, {}), collab_nn=(collab_nn, 'v5e-1', None, {}), gan=(gan, 'v5e-1', None, {}))
 "Of each family: a Learner, the slice, the form, and options"

@@ -10,9 +10,7 @@ __all__ = ['lend_tpu_forms']
 # %% ../../nbs/325_models.tpu_forms.ipynb #imports
 import torch
 from torch.nn import functional as F
-from ..runtime.device import xm
 from ..runtime.transfer import on_xla
-from ..patches.recompute import casting_now, is_checkpointing, only_kept
 from ..patches.ops import widen
 from .norms import lend_builtin
 
@@ -29,42 +27,6 @@ def _embedding(torch_, stock, weight, indices, padding_idx=-1, scale_grad_by_fre
     if not on_xla(weight) or padding_idx>=0 or scale_grad_by_freq or sparse: return stock(weight, indices, padding_idx, scale_grad_by_freq, sparse)
     return weight.index_select(0, indices.flatten().int()).reshape(*indices.shape, weight.shape[1])
 
-# %% ../../nbs/325_models.tpu_forms.ipynb #gelu
-class _LinearOfGelu(torch.autograd.Function):
-    "A linear layer of the GELU of a tensor, of which no more than the tensor is kept"
-    @staticmethod
-    def forward(ctx, layer, x, weight, bias):
-        ctx.layer = layer
-        ctx.save_for_backward(x, weight, bias)
-        return layer(x, weight, bias)
-    @staticmethod
-    def backward(ctx, g):
-        ts,again = ctx.saved_tensors,torch.is_grad_enabled() # has the gradient a gradient?
-        if not again:
-            x,*params = ts
-            x = x.clone()
-            xm.optimization_barrier_([x])
-            ts = [t if t is None else t.detach().requires_grad_() for t in (x,*params)]
-        asked = [t for t,needed in zip(ts, ctx.needs_input_grad[1:]) if needed]
-        with torch.enable_grad(): grads = iter(torch.autograd.grad(ctx.layer(*ts), asked, g, create_graph=again))
-        return None,*(next(grads) if needed else None for needed in ctx.needs_input_grad[1:])
-
-def _before_gelu(y):
-    "Of what `y` is the GELU, and its approximation; None if it is none"
-    if type(y.grad_fn).__name__!='GeluBackward0' or is_checkpointing(): return
-    try:
-        with only_kept(): return y.grad_fn._saved_self,y.grad_fn._saved_approximate
-    except RuntimeError: return # it was written since, its gradient is taken, or it is checkpointed
-
-def _linear(F_, stock, input, weight, bias=None):
-    made_of = _before_gelu(input) if on_xla(input) else None
-    if not made_of: return stock(input, weight, bias)
-    x,approximate = made_of
-    cast = casting_now()
-    def layer(x, weight, bias):
-        with cast(): return stock(F.gelu(x, approximate=approximate), weight, bias)
-    return _LinearOfGelu.apply(layer, x, weight, bias).as_subclass(type(input))
-
 # %% ../../nbs/325_models.tpu_forms.ipynb #conv
 def _around(n, k, stride, padding):
     "Zeros before and after a kernel of `k` that is the image of `n` numbers; fewer than none where it meets no number"
@@ -74,15 +36,15 @@ def _around(n, k, stride, padding):
 class _OfSmallImages(torch.autograd.Function):
     "A convolution that takes its kernels for images, and its images for kernels"
     @staticmethod
-    def forward(ctx, conv, x, weight, stride, padding):
+    def forward(ctx, x, weight, stride, padding):
         ctx.save_for_backward(x, weight)
         ctx.how = stride,padding
         (top,bottom),(left,right) = map(_around, x.shape[2:], weight.shape[2:], stride, padding)
-        return conv(F.pad(weight, (left,right,top,bottom)), x, stride=stride).flip(-2, -1).transpose(0, 1)
+        return torch.conv2d(F.pad(weight, (left,right,top,bottom)), x, stride=stride).flip(-2, -1).transpose(0, 1)
     @staticmethod
     def backward(ctx, g):
-        needed = *ctx.needs_input_grad[1:3],False
-        return None,*torch.ops.aten.convolution_backward(g, *ctx.saved_tensors, None, *ctx.how, [1,1], False, [0,0], 1, needed)[:2],None,None
+        needed = *ctx.needs_input_grad[:2],False
+        return *torch.ops.aten.convolution_backward(g, *ctx.saved_tensors, None, *ctx.how, [1,1], False, [0,0], 1, needed)[:2],None,None
 
 def _pair(o): return (o,o) if isinstance(o, int) else tuple(o)
 
@@ -95,7 +57,7 @@ def _are_small(x, weight, padding, dilation, groups):
 def _conv2d(F_, stock, input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
     if not on_xla(input) or not _are_small(input, weight, padding, dilation, groups): return stock(input, weight, bias, stride, padding, dilation, groups)
     if torch.is_autocast_enabled('xla'): input,weight = [t.to(torch.get_autocast_dtype('xla')) for t in (input,weight)]
-    y = _OfSmallImages.apply(stock, input, weight, _pair(stride), _pair(padding)).as_subclass(type(input))
+    y = _OfSmallImages.apply(input, weight, _pair(stride), _pair(padding)).as_subclass(type(input))
     return y if bias is None else y+bias.to(y.dtype)[:,None,None]
 
 # %% ../../nbs/325_models.tpu_forms.ipynb #lend
@@ -105,5 +67,4 @@ def lend_tpu_forms(
     "Patch torch with the functions of this notebook, of which a TPU's compiler makes cheaper programs than of torch_xla's"
     lend_builtin(loans, torch, 'embedding', _embedding)
     lend_builtin(loans, F, 'scaled_dot_product_attention', _attention)
-    lend_builtin(loans, F, 'linear', _linear)
     lend_builtin(loans, F, 'conv2d', _conv2d)

@@ -9,7 +9,6 @@ __all__ = ['tile_grid', 'from_tiles', 'suits_tiles', 'sampled_by_tiles', 'affine
 
 # %% ../../nbs/145_patches.tiles.ipynb #imports
 from functools import lru_cache
-from threading import get_ident
 import fastai.vision.augment as faug, torch
 from fastai.vision.core import TensorImage
 from torch.nn import functional as F
@@ -48,32 +47,28 @@ def from_tiles(
 
 # %% ../../nbs/145_patches.tiles.ipynb #traced
 @lru_cache
-def _traced(f, shapes, where, precision, *args):
-    "The computation of `f` of float32 tensors of `shapes` and `args`, numbers of its parameters, and what else it needs, held `where` it was traced"
+def _traced(f, shapes, precision, *args):
+    "The computation of `f` of float32 tensors of `shapes` and `args`, and the order in which it takes them"
     from torch_xla.core import xla_builder as xb
+    lib = torch_xla._XLAC
     given = [xb.create_placeholder_tensor(o, torch.float32) for o in shapes]
-    ctx,old = torch_xla._XLAC.lowering.LoweringContext(f.__name__),torch_xla._XLAC._xla_get_mat_mul_precision()
+    ctx,old,constants = lib.lowering.LoweringContext(f.__name__),lib._xla_get_mat_mul_precision(),lib._get_xla_all_numbers_special_scalars()
     ctx.set_name_string(f.__name__)
-    torch_xla._XLAC._xla_set_mat_mul_precision(precision)
+    lib._xla_set_mat_mul_precision(precision)
+    lib._set_xla_all_numbers_special_scalars(True) # numbers are constants: else they would be parameters too
     try: ctx.build([f(*given, *args)])
-    finally: torch_xla._XLAC._xla_set_mat_mul_precision(old)
+    finally:
+        lib._xla_set_mat_mul_precision(old)
+        lib._set_xla_all_numbers_special_scalars(constants)
     ids = [ctx.tensor_parameter_id(o) for o in given]
-    held = {i: t for i,t in ctx.device_parameter_id_tensor_mapping().items() if i not in ids}
-    return xb.computation_from_module_proto(f.__name__, ctx.hlo()),ids,held
-
-def _here(t): return t.device,get_ident()
-
-def _by_id(ids, held, given):
-    "Arguments of a computation in the order of their numbers: those `given`, and those that are `held`"
-    args = dict(zip([*ids,*held], given))
-    return [args[k] for k in sorted(args)]
+    return xb.computation_from_module_proto(f.__name__, ctx.hlo()),sorted(range(len(ids)), key=ids.__getitem__)
 
 def _batched_product(a, b): return torch.bmm(a.expand(len(b), -1, -1), b)
 
 def _precise_product(a, b):
     "`a@b[i]` for each `i`, with factors of 24 bits"
-    computation,ids,held = _traced(_batched_product, (tuple(a.shape),tuple(b.shape)), _here(b), 'highest')
-    return torch_xla._XLAC._xla_user_computation('xla::precise_product', _by_id(ids, held, [a,b,*held.values()]), computation)[0]
+    computation,order = _traced(_batched_product, (tuple(a.shape),tuple(b.shape)), 'highest')
+    return torch_xla._XLAC._xla_user_computation('xla::precise_product', [(a,b)[k] for k in order], computation)[0]
 
 # %% ../../nbs/145_patches.tiles.ipynb #windows
 _step,_size,_per_side = 3,4,16
@@ -139,22 +134,28 @@ def _greatest(op):
     shapes = [xb.Shape.create(xb.Type.S32, ())]*2
     return op.reduce_all(_number(op, 0), xb.create_computation('greatest', lambda a,b: a.max(b), shapes))
 
-def _made_again(res, far, x, px, py, pieces):
-    "`res` with the tiles that are `far` sampled by products over all of their images, which are `x`"
+@lru_cache
+def _far_loop(n, t, image, pixels, pieces):
+    "The loop that samples tiles again, `t` with `pixels` of each of `n` images of the shape `image`; made once: steps are alike"
     from torch_xla.core import xla_builder as xb
-    n,t = far.shape
-    left = far.int()*torch.arange(1, n*t+1, device=x.device, dtype=torch.int32).reshape(n, t) # of tiles, from 1 on
-    computation,ids,held = _traced(_whole, ((1,*x.shape[1:]),*[(1,1,px.shape[2])]*2), _here(x), 'default', pieces)
-    ts = [left, res, x, px, py, *held.values()]
+    computation,order = _traced(_whole, ((1,*image),*[(1,1,pixels)]*2), 'default', pieces)
     def more(left, *_): return _greatest(left)>_number(left, 0)
-    def again(left, res, x, px, py, *rest):
+    def again(left, res, x, px, py):
         k = _greatest(left)-_number(left, 1)
         at = k/_number(k, t),k%_number(k, t)
-        one = xb.Op.call(computation, _by_id(ids, held, [_part_at(x, at[0]), _part_at(px, *at), _part_at(py, *at), *rest])).get_tuple_element(0)
-        return _with(left, _number(k, 0), *at),_with(res, one, *at),x,px,py,*rest
-    builder = xb.create_builder('far')
-    loop = xb.Op.mkwhile([xb.mkparam(builder, k, xb.tensor_shape(t)) for k,t in enumerate(ts)], more, again)
-    return torch_xla._XLAC._xla_user_computation('xla::far', ts, loop.build('far'))[1]
+        parts = _part_at(x, at[0]),_part_at(px, *at),_part_at(py, *at)
+        one = xb.Op.call(computation, [parts[i] for i in order]).get_tuple_element(0)
+        return _with(left, _number(k, 0), *at),_with(res, one, *at),x,px,py
+    sizes,builder = ((n,t,image[0],pixels), (n,*image), (n,t,pixels), (n,t,pixels)),xb.create_builder('far')
+    shapes = [xb.Shape.create(xb.Type.S32, (n,t)), *(xb.Shape.create(xb.Type.F32, o) for o in sizes)]
+    return xb.Op.mkwhile([xb.mkparam(builder, k, o) for k,o in enumerate(shapes)], more, again).build('far')
+
+def _made_again(res, far, x, px, py, pieces):
+    "`res` with the tiles that are `far` sampled by products over all of their images, which are `x`"
+    n,t = far.shape
+    left = far.int()*torch.arange(1, n*t+1, device=x.device, dtype=torch.int32).reshape(n, t) # of tiles, from 1 on
+    loop = _far_loop(n, t, tuple(x.shape[1:]), px.shape[2], pieces)
+    return torch_xla._XLAC._xla_user_computation('xla::far', [left, res, x, px, py], loop)[1]
 
 # %% ../../nbs/145_patches.tiles.ipynb #sampled
 def suits_tiles(
