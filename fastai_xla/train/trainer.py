@@ -157,7 +157,8 @@ def is_one_sample(
 def _compiled(c):
     "A line about compiling"
     loaded = f', {c.cached} loaded from the compile cache' if c.cached else ''
-    if n := met.counter_value('PersistentCacheDeserializeFailure'): loaded += f', and {n} in the compile cache could not be loaded: XLA on a CPU cannot read what it writes'
+    unread = met.counter_value('PersistentCacheDeserializeFailure')
+    if unread: loaded += f', and {unread} in the compile cache could not be loaded: XLA on a CPU cannot read what it writes'
     return f"{c.compiles} graph{'s'*(c.compiles!=1)} compiled in {c.compile_seconds:.1f} s{loaded} up to the second batch; validation compiles its own"
 
 def _no_batches(dl):
