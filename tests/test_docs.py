@@ -90,7 +90,7 @@ def test_what_users_call_is_in_the_reference(site):
 
 def test_parameters_are_a_table_that_wraps():
     md = docs.with_table('a\n```python\n\ndef f(\n    n:int|None=None, # Number (of all), or `a|b`\n    x, # What\n)->dict:\n\n```\n\n*Does it*')
-    assert md=='a\n```{ .python .wrap }\nf(n=None, x)\n```\n\n*Does it*\n\n| parameter | default | what it is |\n|---|---|---|\n| `n` | `None` | Number (of all), or `a\\|b` |\n| `x` |  | What |'
+    assert md=='a\n```{ .python .wrap }\nf(n=None, x)\n```\n\n*Does it*\n\n| parameter | default | what it is |\n|---|---|---|\n| <code>n</code> | `None` | Number (of all), or `a\\|b` |\n| <code>x</code> |  | What |'
 
 def test_search_knows_names_and_pages(index):
     "What the search box looks into, and how it parts words: at underscores too"
@@ -100,12 +100,13 @@ def test_search_knows_names_and_pages(index):
     assert [o for o in parts if o]==['learn','to','tpu','distributed','n','cores','8','fit','0.5']
 
 @pytest.mark.parametrize('query,page', {'batch size': 'guide/strategies', 'learning rate': 'guide/strategies', 'fp16': 'guide/speed', 'mixed precision': 'guide/speed',
-    'out of memory': 'guide/memory', 'TPU not found': 'guide/quickstart', 'slow first epoch': 'guide/speed', 'collab': 'tutorials/collab'}.items())
+    'out of memory': 'guide/memory', 'TPU not found': 'guide/quickstart', 'slow first epoch': 'guide/speed', 'collab': 'tutorials/collab', 'throughput': 'guide/speed',
+    'recompile': 'guide/speed', 'logging': 'guide/speed', 'multi-host': 'guide/hosts'}.items())
 def test_search_finds_users_pages_first(index, query, page):
     "A title counts a thousand times as much as a text, so the first is the most preferred page with a title that has all words"
     def score(o):
         title = [w.lower() for w in re.split(index['config']['separator'], o['title']) if w]
-        hits = sum(any(t.startswith(w.lower()) for t in title) for w in query.split())
+        hits = sum(any(t.startswith(w.lower()) for t in title) for w in re.split(index['config']['separator'], query))
         return hits*o.get('boost', 1)/(1+len(title)/20)
     assert max(index['docs'], key=score)['location'].split('#')[0]==f'{page}.html'
 

@@ -76,7 +76,7 @@ def with_table(md):
         if not code: continue
         name,default = re.match(r'([^:=]+)(?::[^=]*)?(?:=(.*))?$', code).groups()
         args.append(name if default is None else f'{name}={default}')
-        if name.strip('*')!='self': rows.append(f'| `{name}` | {f"`{default}`" if default is not None else ""} | {why.replace("|", chr(92)+"|")} |')
+        if name.strip('*')!='self': rows.append(f'| <code>{name.replace("*", "&#42;")}</code> | {f"`{default}`" if default is not None else ""} | {why.replace("|", chr(92)+"|")} |')
     call = f'```{{ .python .wrap }}\n{found[2]}({", ".join(args)})\n```'
     return md[:found.start()]+call+md[found.end():].rstrip()+'\n\n| parameter | default | what it is |\n|---|---|---|\n'+'\n'.join(rows)
 
@@ -164,7 +164,7 @@ def overview(anchors):
 tasks = dict(  # The page of a task, its title, and the chapters whose names are on it
     training=('Train on a TPU', ('train','distributed','sharding','torch_tpu')), devices=('Devices, ranks and scripts', ('runtime','virtual_cores','launch')),
     data=('Data', ('data',)), models=('Models', ('models',)), checkpoints=('Checkpoints and export', ('checkpoint',)), recipes=('Recipes', ('recipes',)),
-    monitor=('Speed and logging', ('monitor',)), plan=('Memory and compilation without a TPU', ('aot',)), errors=('Errors', ()), patches=('Patches', ('patches',)))
+    monitor=('Monitoring', ('monitor',)), plan=('Memory and compilation without a TPU', ('aot',)), errors=('Errors', ()), patches=('Patches', ('patches',)))
 
 def users_names():
     "What users call, by task: the methods that Learner gets, then the names of `from fastai_xla.all import *`; each with its module"
@@ -204,6 +204,7 @@ def link(md, here, pages, anchors):
     md = re.sub(r'^(#+ )\[(`.+?`)\]\(.*?\)', r'\1\2', NbdevLookup().linkify(md), flags=re.M)  # a heading does not link to itself
     md = re.sub(rf'\({blob}([^)\s#]+\.ipynb)\)', notebook, md)
     for name in ('CHANGELOG','CONTRIBUTING'): md = md.replace(f'({cfg.git_url}/blob/{cfg.branch}/{name}.md)', f'({os.path.relpath(name.lower()+".md", Path(here).parent)})')
+    md = re.sub(r'^\| you see \| it means \|.*\n(\|.*\n)+', lambda m: f'<div class="symptoms" markdown>\n\n{m[0]}\n</div>\n', md, flags=re.M)  # on a phone its cells are one below the other
     raw = cfg.git_url.replace('github.com', 'raw.githubusercontent.com')+f'/{cfg.branch}/{nbs.name}/'  # pictures of notebooks that are opened elsewhere
     md = md.replace(f']({raw}', f']({os.path.relpath(".", Path(here).parent)}/')
     return re.sub(rf'\({url}([^)\s#]+)\.html(#[^)\s]*)?\)', ours, md)
@@ -243,7 +244,7 @@ def build(out):
         site = dict(site_name=cfg.title, site_url=cfg.doc_url, site_description=cfg.description, docs_dir=str(tmp/'md'), site_dir=str(Path(out).resolve()),
             theme=theme, use_directory_urls=False, nav=write(tmp/'md'), extra_css=['docs.css'], plugins=[dict(search=dict(separator=words))],
             extra=dict(generator=False, social=[dict(icon='fontawesome/brands/github', link=cfg.git_url, name='The repository')]),
-            markdown_extensions=['attr_list', 'sane_lists', 'admonition', 'pymdownx.superfences', dict(toc=dict(permalink=True, toc_depth=3))],
+            markdown_extensions=['attr_list', 'md_in_html', 'sane_lists', 'admonition', 'pymdownx.superfences', dict(toc=dict(permalink=True, toc_depth=3))],
             validation=dict(links=dict(anchors='warn', not_found='warn'), nav=dict(omitted_files='warn')))
         (tmp/'mkdocs.yml').write_text(json.dumps(site), encoding='utf-8')
         env = {**os.environ, 'NO_MKDOCS_2_WARNING': '1'}
