@@ -273,21 +273,30 @@ def accumulated_gradients():
 
 @case('numbers')
 def batchnorm_of_each_core():
-    "`sync_bn=False`: a step is that of a model whose norms see a core's part"
+    "`sync_bn=False`: a step is that of a model whose norms see a core's part; its running statistics are the means of those of the cores"
     l,n = lib(),N
     class Parts(l.nn.BatchNorm1d):
-        def forward(self, x): return l.torch.cat([super(Parts, self).forward(o) for o in x.split(len(x)//n)]) if self.training else super().forward(x)
+        def forward(self, x):
+            if not self.training: return super().forward(x)
+            before,res,after = (self.running_mean,self.running_var),[],[]
+            for o in x.split(len(x)//n):
+                self.running_mean,self.running_var = (b.clone() for b in before)
+                res.append(super().forward(o))
+                after.append((self.running_mean,self.running_var))
+            self.running_mean,self.running_var = (sum(o)/n for o in zip(*after))
+            return l.torch.cat(res)
     def mk(bs, n_samples=64):
         learn = l.learner(bs=bs, n=n_samples)
         if bs>8: learn.model[1].__class__ = Parts
         return learn
     plain,learn = mk(16),mk(4).to_tpu_distributed(n_cores=N, sync_bn=False)
     for o in (plain, learn): quietly(o, o.fit, 1, 1e-2)
-    near(l, [p for k,p in plain.model.named_parameters()], [p for p in learn.model.parameters()])
+    def host(o): return {k: v for k,v in o.model.state_dict().items() if 'tracked' not in k}
+    near(l, [host(plain), list(plain.recorder.values)], [host(learn), list(learn.recorder.values)])
     with pytest.raises(AssertionError): # all cores' statistics are another training
         whole = mk(4).to_tpu_distributed(n_cores=N)
         quietly(whole, whole.fit, 1, 1e-2)
-        near(l, [p for k,p in plain.model.named_parameters()], [p for p in whole.model.parameters()])
+        near(l, host(plain), host(whole))
 
 @case('numbers')
 def scaled_learning_rate():
@@ -477,6 +486,172 @@ def tables_and_collaboration():
             for dl in o.dls.loaders: dl.bs = n if o is plain else n//N
         for o in (plain, learn.to_tpu_distributed(n_cores=N)): quietly(o, o.fit, 2, 1e-2)
         same(l, plain, learn, 5e-5)
+
+# ---- what trains beside a Learner: each means what it means on one core
+
+@case('contract')
+def mixed_precision():
+    "is that of one core with the whole batch, `to_fp16` and `to_bf16` alike; and near full precision"
+    l,lost = lib(),[]
+    for n,bs,to in ((1,16,'to_bf16'), (N,4,'to_bf16'), (N,4,'to_fp16'), (N,4,'to_fp32')):
+        learn = getattr(l.learner(bs=bs), to)().to_tpu_distributed(n_cores=n)
+        quietly(learn, learn.fit, 2, 1e-2)
+        assert {p.dtype for p in learn.model.parameters()}=={l.torch.float32}
+        lost.append([list(learn.recorder.losses), learn.model.state_dict()])
+    one,bf16,fp16,full = lost
+    near(l, one, bf16, 5e-3)
+    near(l, bf16, fp16, 0)
+    near(l, bf16[0], full[0], .03)
+    with pytest.raises(AssertionError): near(l, bf16[0], full[0], 1e-5)
+
+@case('contract')
+def draws_of_the_host():
+    "augmentation on the device, and MixUp, draw what plain fastai draws by the same seed"
+    l = lib()
+    def mk(bs):
+        l.set_seed(3)
+        tfms = [*l.aug_transforms(), l.Normalize.from_stats(*l.imagenet_stats, cuda=False)]
+        body = l.nn.Sequential(l.nn.Conv2d(3, 4, 3, stride=4), l.nn.ReLU(), l.nn.AdaptiveAvgPool2d(1), l.Flatten(), l.nn.Linear(4, 4))
+        return l.Learner(l.image_dls(bs=bs, n=61, batch_tfms=tfms), body, loss_func=l.CrossEntropyLossFlat(), cbs=l.MixUp(.4))
+    plain,learn = mk(16),mk(4).to_tpu_distributed(n_cores=N)
+    assert learn.tfm_placement.n_host==0, learn.tfm_placement
+    near(l, *[batches_of(o) for o in (plain, learn)], 2e-4)
+    same(l, plain, learn, 1e-4)
+    for o in (plain, learn): o.remove_cbs(l.MixUp)
+    near(l, quietly(plain, plain.tta, n=2), quietly(learn, learn.tta, n=2), 1e-4)
+
+@case('contract')
+def draws_of_the_device():
+    "dropout draws for the whole batch, as on one core"
+    l,lost = lib(),[]
+    def drops(): return l.nn.Sequential(l.nn.Linear(8, 16), l.nn.ReLU(), l.nn.Dropout(.3), l.nn.Linear(16, 3))
+    for n,bs in ((1,16), (N,4)):
+        learn = l.learner(bs=bs, n=70, model=drops).to_tpu_distributed(n_cores=n)
+        quietly(learn, learn.fit, 2, 1e-2)
+        lost.append([list(learn.recorder.losses), learn.model.state_dict()])
+    near(l, *lost)
+
+@case('contract')
+def sets_validated_in_between():
+    "`EvalEvery`: by epochs, steps, samples and percent, at the steps and with the values of plain fastai"
+    l,told = lib(),[]
+    for bs,n in ((16,1), (4,N)):
+        learn,cbs = l.learner(bs=bs, n=128),[*l.every(bs), *l.cadences(bs)]
+        if n>1: learn.to_tpu_distributed(n_cores=n)
+        quietly(learn, learn.fit, 2, 1e-2, cbs=[*cbs, l.SaveModelCallback('noisy_accuracy')])
+        told.append([learn.model.state_dict(), [[list(h) for h in cb.history] for cb in cbs], l.torch.tensor([list(o) for o in learn.recorder.values]).nan_to_num(-1.)])
+    assert [o[0] for o in told[0][1][1]]==[3,6,9,12,15], told[0][1]
+    near(l, *told)
+
+@case('contract')
+def poisoned_batches():
+    "`NaNGuard` leaves a step out as if its batch had not been there, or names it"
+    import math, warnings
+    l = lib()
+    def mk(bs, without=False, **kwargs):
+        ds = [(x.clone(), y) for x,y in l.vectors(80)]
+        ds[35][0][2] = math.nan
+        learn = l.learner(bs=bs, cbs=l.NaNGuard(**kwargs))
+        learn.dls.train = l.TfmdDL(ds[:32]+ds[48:] if without else ds, bs=bs, num_workers=0)
+        return learn
+    plain,learn = mk(16, without=True),mk(4, action='skip').to_tpu_distributed(n_cores=N)
+    with warnings.catch_warnings(record=True) as said:
+        for o in (plain, learn): quietly(o, o.fit, 2, 1e-2)
+    near(l, list(plain.model.parameters()), list(learn.model.parameters()))
+    assert learn.nan_guard.n_skipped==2 and any('skipped 2 steps' in str(o.message) and 'first at batch 3' in str(o.message) for o in said)
+    learn = mk(4).to_tpu_distributed(n_cores=N)
+    with pytest.raises(l.NotFinite, match=r'Batch 3 of this fit \(epoch 0, batch 2 of it\).*\d of 5 parameters, 0.weight is the first'):
+        quietly(learn, learn.fit, 1, 1e-2)
+
+@case('contract')
+def what_trackers_write():
+    "the rows of `CSVLogger`, and what TensorBoard gets with its defaults"
+    import pandas as pd
+    from fastai.callback.tensorboard import TensorBoardCallback
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    l,rows,scalars = lib(),[],[]
+    def f(o):
+        name = str(len(rows))
+        o.fit(2, 1e-2, cbs=[l.CSVLogger(f'{name}.csv'), TensorBoardCallback(name, log_preds=False)])
+        rows.append(pd.read_csv(f'{name}.csv').drop(columns='time').to_dict('list'))
+        acc = EventAccumulator(name, size_guidance=dict(scalars=0)).Reload()
+        scalars.append({t: [[s.step, s.value] for s in acc.Scalars(t)] for t in acc.Tags()['scalars']})
+        assert acc.Tags()['graph']
+    twins(f)
+    assert {'train_loss','valid_loss','accuracy','lr_0'}<=scalars[0].keys() and len(scalars[0]['train_loss'])>=8
+    near(l, *rows)
+    near(l, *scalars)
+
+@case('contract')
+def a_step_costs_what_it_costs_on_one_core():
+    "by `XLAStats`, `StepProfiler` and `TPUMeter`: one execution, nothing compiled or read unless it is fetched, and samples of all cores"
+    l,lost = lib(),[]
+    for kwargs in (dict(fetch_every=1e9), dict(fetch_every=0.), dict(fetch_every=1e9, replay=False)):
+        stats,prof,meter = l.XLAStats(),l.StepProfiler((2,6), trace=False),l.TPUMeter(show=False)
+        learn = l.learner(bs=4, n=256).to_tpu_distributed(n_cores=N, **kwargs)
+        quietly(learn, learn.fit, 2, 1e-2, cbs=[stats, meter, prof])
+        steady = stats.steps[18:-1]
+        assert {o.compiles for o in steady}=={0} and not any(o.fallbacks for o in steady)
+        assert (sum(o.reads for o in steady)>=len(steady)-1)==(not kwargs['fetch_every']) and (sum(o.reads for o in steady)==0)==(kwargs['fetch_every']>0), stats
+        assert sum(o.executions for o in steady)<=len(steady)+1
+        assert len(prof.steps)==4 and prof.table[-1][0]=='a step'
+        assert (meter.total['steps'],meter.total['samples'])==(32,512) and meter.total['core_seconds']==pytest.approx(N*meter.total['seconds'])
+        assert (learn.replay.n_replayed>20)==('replay' not in kwargs)
+        lost.append([list(learn.recorder.losses), learn.model.state_dict()])
+    near(l, *lost[:2], 0)
+    near(l, lost[0], lost[2], 1e-6)
+
+@case('contract')
+def strict_names_the_line():
+    l = lib()
+    class Reads(l.Callback):
+        order = 80
+        def after_batch(self):
+            if self.training: self.last = self.loss.item()
+    learn = l.learner(bs=4, n=128).to_tpu_distributed(n_cores=N, strict=True)
+    quietly(learn, learn.fit_one_cycle, 2, 1e-2) # what fastai does is steady
+    with pytest.raises(l.NotSteady) as e: quietly(learn, learn.fit, 1, cbs=Reads())
+    at = Reads.after_batch.__code__.co_firstlineno+1
+    assert 'Batch 2 of training read the device' in str(e.value) and f'test_data_parallel.py:{at}' in str(e.value), e.value
+    quietly(learn.to_tpu_distributed(n_cores=N), learn.fit, 1, cbs=Reads())
+
+@case('contract')
+def last_batches_that_do_not_divide():
+    "of 6 and of 2 samples: mixed, clipped, guarded, and waiting for a step"
+    l = lib()
+    for n,cbs in ((70, lambda k: [l.MixUp(.4), l.GradientClip(.05)]), (66, lambda k: [l.MixUp(.4), l.NaNGuard(action='skip')]), (70, lambda k: l.GradientAccumulation(8*k))):
+        plain,learn = l.learner(bs=16, n=n, cbs=cbs(N)),l.learner(bs=4, n=n, cbs=cbs(1)).to_tpu_distributed(n_cores=N)
+        for o in (plain, learn): quietly(o, o.fit, 2, 1e-2)
+        same(l, plain, learn)
+
+@case('contract')
+def from_form_to_form():
+    "with weights and the optimizer's state: two cores, four, sharded, one, and back to the host"
+    l = lib()
+    plain,learn = l.learner(bs=16),l.learner()
+    for bs,to in ((8, lambda o: o.to_tpu_distributed(n_cores=2)), (4, lambda o: o.to_tpu_distributed(n_cores=4)), (16, lambda o: o.to_tpu_sharded(fsdp=4)),
+            (16, l.Learner.to_tpu), (16, l.Learner.detach_tpu_distributed)):
+        for dl in learn.dls.loaders: dl.bs = bs
+        to(learn)
+        for o in (plain, learn): quietly(o, o.fit, 1, 1e-2, reset_opt=False)
+        same(l, plain, learn)
+
+@case('contract')
+def interrupted():
+    "Ctrl-C in a batch keeps what was reached; the next fit goes on from there"
+    l = lib()
+    class Presses(l.Callback):
+        def after_batch(self):
+            if self.training and self.train_iter==6: raise KeyboardInterrupt
+    def f(o):
+        with pytest.raises(KeyboardInterrupt): o.fit(3, 1e-2, cbs=Presses())
+        o.fit(1, 1e-2, reset_opt=False)
+    twins(f, partial(l.learner, n=70))
+
+@case('contract')
+def optimizers():
+    l = lib()
+    for opt in (l.ranger, partial(l.SGD, mom=.9), partial(l.OptimWrapper, opt=l.torch.optim.AdamW, eps=1e-5)): twins(lambda o: o.fit(2, 1e-2), partial(l.learner, opt_func=opt))
 
 @pytest.mark.parametrize('group,name', groups.names)
 def test_case(group, name):
