@@ -472,14 +472,40 @@ def _with_int32(op):
     def f(stock, *args, **kwargs): return stock(*args[:at], narrow(args[at]), *args[at+1:], **kwargs)
     return in_part(f)(op)
 
+_ended = 'the process ended in XLA\'s partitioner where 64-bit indices do not divide by the cores'
+
 _scatters = register(kernels('scatter.src scatter.value scatter.reduce scatter.value_reduce scatter_add scatter_reduce.two index_put index_add '
     'scatter_.src scatter_.value scatter_.reduce scatter_.value_reduce scatter_add_ scatter_reduce_.two index_put_ index_add_ '
     '_index_put_impl_ embedding_dense_backward', 'AutogradXLA', _with_int32,
-    'the process ended in XLA\'s partitioner where 64-bit indices do not divide by the cores'), apply=False)
+    _ended), apply=False)
+
+def _put_along(x, dim, index, value):
+    value = value.to(x.dtype) if isinstance(value, torch.Tensor) else torch.full((), value, dtype=x.dtype, device=x.device)
+    return torch.ops.aten.index_put(x, [None]*(dim%x.ndim)+[index.flatten()], value)
+
+def _put_flat(x, index, source, accumulate=False):
+    return x.flatten().index_put([index.flatten()], source.flatten(), accumulate).view(x.shape)
+
+def _put_masked(x, mask, source):
+    x,mask = torch.broadcast_tensors(x, mask)
+    place = (mask.flatten().cumsum(0, dtype=torch.int32)-1).clamp(0, source.numel()-1)
+    return torch.where(mask, source.flatten()[place].view(x.shape), x)
+
+_put_forms = dict(index_fill=_put_along, index_copy=_put_along, put=_put_flat, masked_scatter=_put_masked)
+
+def _by_put(op):
+    "A kernel that computes `op` by `index_put`, which can have 32-bit indices, or by a look-up"
+    name = op.name().removeprefix('aten::').partition('.')[0]
+    form = _put_forms[name.rstrip('_')]
+    def kernel(keys, x, *args): return x.copy_(form(x, *args)) if name[-1]=='_' else form(x, *args)
+    return kernel
+
+_puts = register(kernels('index_fill.int_Scalar index_fill.int_Tensor index_copy put masked_scatter index_fill_.int_Scalar index_fill_.int_Tensor '
+    'index_copy_ put_ masked_scatter_', 'AutogradXLA', _by_put, f'{_ended}; `masked_scatter` had numbers of unknown shape'), apply=False)
 
 def scatter_by_int32():
     "From now on operators that scatter get 32-bit indices, which XLA's partitioner can split unevenly"
-    _scatters.apply()
+    for o in (_scatters, _puts): o.apply()
 
 # %% ../../nbs/140_patches.ops.ipynb #einsum
 def is_complex(
