@@ -11,7 +11,7 @@ from fresh import run
 
 pytestmark = pytest.mark.slow
 
-N,FORMS = 2,('pool','tpu','sharded')
+N,FORMS = 2,('cores','pool','tpu','sharded')
 
 # ---- in the processes
 
@@ -48,16 +48,16 @@ if __name__=='__main__':
         after_batch after_train before_validate after_validate after_epoch'''.split(): setattr(Notes, o, _at(o))
 
     def get_learner(form, cbs, show=False):
-        per = N if form=='pool' else 1 # training batches are of each core, and validation's whole
+        per = N if form in ('cores','pool') else 1 # training batches are of each core, and validation's whole, but in one process
         set_seed(1) # also for the order of the samples
         rng = np.random.RandomState(0)
         ims = [rng.randint(0, 255, (8,8,3)).astype(np.uint8) for _ in range(36)]
         db = DataBlock((ImageBlock, CategoryBlock), get_x=lambda i: ims[i], get_y=lambda i: 'ab'[i%2], splitter=IndexSplitter(range(16, 36)))
-        dls = db.dataloaders(range(36), bs=8//per, val_bs=4, num_workers=0)
+        dls = db.dataloaders(range(36), bs=8//per, val_bs=2 if form=='cores' else 4, num_workers=0)
         model = nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), nn.ReLU(), nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(4, 2))
         meter = TPUMeter(show=show)
         learn = Learner(dls, model, metrics=[accuracy, *meter.metrics('samples')], splitter=lambda m: [params(m[:2]), params(m[2:])], cbs=[meter, *L(cbs)])
-        to = dict(plain=noop, tpu=Learner.to_tpu, pool=partial(Learner.to_tpu_distributed, n_cores=N, processes=True), sharded=partial(Learner.to_tpu_sharded, fsdp=N))
+        to = dict(plain=noop, tpu=Learner.to_tpu, cores=partial(Learner.to_tpu_distributed, n_cores=N), pool=partial(Learner.to_tpu_distributed, n_cores=N, processes=True), sharded=partial(Learner.to_tpu_sharded, fsdp=N))
         return to[form](learn)
 
     def fit(learn): learn.fit_one_cycle(2, slice(1e-3, 1e-2))
