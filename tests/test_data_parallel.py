@@ -543,7 +543,8 @@ def sets_validated_in_between():
         learn,cbs = l.learner(bs=bs, n=128),[*l.every(bs), *l.cadences(bs)]
         if n>1: learn.to_tpu_distributed(n_cores=n)
         quietly(learn, learn.fit, 2, 1e-2, cbs=[*cbs, l.SaveModelCallback('noisy_accuracy')])
-        told.append([learn.model.state_dict(), [[list(h) for h in cb.history] for cb in cbs], l.torch.tensor([list(o) for o in learn.recorder.values]).nan_to_num(-1.)])
+        told.append([learn.model.state_dict(), [[list(h) for h in cb.history] for cb in cbs],
+            l.torch.tensor([list(o) for o in learn.recorder.values]).nan_to_num(-1.)])
     assert [o[0] for o in told[0][1][1]]==[3,6,9,12,15], told[0][1]
     near(l, *told)
 
@@ -596,7 +597,8 @@ def a_step_costs_what_it_costs_on_one_core():
         quietly(learn, learn.fit, 2, 1e-2, cbs=[stats, meter, prof])
         steady = stats.steps[18:-1]
         assert {o.compiles for o in steady}=={0} and not any(o.fallbacks for o in steady)
-        assert (sum(o.reads for o in steady)>=len(steady)-1)==(not kwargs['fetch_every']) and (sum(o.reads for o in steady)==0)==(kwargs['fetch_every']>0), stats
+        assert (sum(o.reads for o in steady)>=len(steady)-1)==(not kwargs['fetch_every'])
+        assert (sum(o.reads for o in steady)==0)==(kwargs['fetch_every']>0), stats
         assert sum(o.executions for o in steady)<=len(steady)+1
         assert len(prof.steps)==4 and prof.table[-1][0]=='a step'
         assert (meter.total['steps'],meter.total['samples'])==(32,512) and meter.total['core_seconds']==pytest.approx(N*meter.total['seconds'])
@@ -623,7 +625,8 @@ def strict_names_the_line():
 def last_batches_that_do_not_divide():
     "of 6 and of 2 samples: mixed, clipped, guarded, and waiting for a step"
     l = lib()
-    for n,cbs in ((70, lambda k: [l.MixUp(.4), l.GradientClip(.05)]), (66, lambda k: [l.MixUp(.4), l.NaNGuard(action='skip')]), (70, lambda k: l.GradientAccumulation(8*k))):
+    for n,cbs in ((70, lambda k: [l.MixUp(.4), l.GradientClip(.05)]),
+            (66, lambda k: [l.MixUp(.4), l.NaNGuard(action='skip')]), (70, lambda k: l.GradientAccumulation(8*k))):
         plain,learn = l.learner(bs=16, n=n, cbs=cbs(N)),l.learner(bs=4, n=n, cbs=cbs(1)).to_tpu_distributed(n_cores=N)
         for o in (plain, learn): quietly(o, o.fit, 2, 1e-2)
         same(l, plain, learn)
@@ -655,7 +658,8 @@ def interrupted():
 @case('contract')
 def optimizers():
     l = lib()
-    for opt in (l.ranger, partial(l.SGD, mom=.9), partial(l.OptimWrapper, opt=l.torch.optim.AdamW, eps=1e-5)): twins(lambda o: o.fit(2, 1e-2), partial(l.learner, opt_func=opt))
+    for opt in (l.ranger, partial(l.SGD, mom=.9), partial(l.OptimWrapper, opt=l.torch.optim.AdamW, eps=1e-5)):
+        twins(lambda o: o.fit(2, 1e-2), partial(l.learner, opt_func=opt))
 
 @pytest.mark.parametrize('group,name', groups.names)
 def test_case(group, name):

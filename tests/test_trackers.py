@@ -57,7 +57,8 @@ if __name__=='__main__':
         model = nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), nn.ReLU(), nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(4, 2))
         meter = TPUMeter(show=show)
         learn = Learner(dls, model, metrics=[accuracy, *meter.metrics('samples')], splitter=lambda m: [params(m[:2]), params(m[2:])], cbs=[meter, *L(cbs)])
-        to = dict(plain=noop, tpu=Learner.to_tpu, cores=partial(Learner.to_tpu_distributed, n_cores=N), pool=partial(Learner.to_tpu_distributed, n_cores=N, processes=True), sharded=partial(Learner.to_tpu_sharded, fsdp=N))
+        to = dict(plain=noop, tpu=Learner.to_tpu, cores=partial(Learner.to_tpu_distributed, n_cores=N),
+            pool=partial(Learner.to_tpu_distributed, n_cores=N, processes=True), sharded=partial(Learner.to_tpu_sharded, fsdp=N))
         return to[form](learn)
 
     def fit(learn): learn.fit_one_cycle(2, slice(1e-3, 1e-2))
