@@ -2,6 +2,7 @@
 import fastai.optimizer as fo, pytest
 from functools import wraps
 from synth import *
+from timm.optim import create_optimizer_v2
 
 def lookahead_adam(params, lr): return Lookahead(Adam(params, lr=lr), k=5)
 def torch_opt(opt, **kwargs): return partial(OptimWrapper, opt=opt, **kwargs)
@@ -217,6 +218,19 @@ def test_changed_between_steps(name):
     opt,f,n = CHANGES[name]
     replay = replayed(opt_func=opt, cbs=lambda: Changes(f)).replay
     assert n<=replay.n_replayed<=(38 if name=='decay' else 36), replay
+
+def by_timm(name): return torch_opt(partial(create_optimizer_v2, opt=name))
+
+COUNTING = dict( # they count steps on the host, so their numbers are others in each
+    NAdam=torch_opt(torch.optim.NAdam), RAdam=torch_opt(torch.optim.RAdam), Adamax=torch_opt(torch.optim.Adamax),
+    **{k: by_timm(k) for k in 'lamb lion nadamw adopt laprop'.split()})
+
+@pytest.mark.parametrize('name', COUNTING)
+def test_numbers_of_others_optimizers(name):
+    "Are inputs of the step's program: all but the first steps are replayed, with groups of two learning rates and a schedule, and all equal plain fastai"
+    plain,tpu,*_ = both(lambda l: l.fit_one_cycle(2, slice(1e-3, 1e-2)), n_trn=160, opt_func=COUNTING[name])
+    same(plain, tpu)
+    assert tpu.replay.n_replayed>=30, tpu.replay
 
 def test_beta_of_a_schedule():
     learn = replayed(opt_func=partial(RAdam, beta=0.), cbs=lambda: ParamScheduler({'beta': lambda p: 0. if p<.3 else 5.}))

@@ -252,6 +252,23 @@ def test_numbers_that_vary_are_inputs():
     with learn.no_bar(),learn.no_logging(): learn.fit(3, 1e-2)
     assert learn.replay.n_replayed>=24 and sum(o.compiles+o.reads for o in costs.seen[5:])==0, (learn.replay, [o.compiles for o in costs.seen])
 
+class Numbers(nn.Module):
+    "Each kind of arithmetic with a number that is another in each step: within autograd, in 16 bits, and in place"
+    def __init__(self): super().__init__(); self.net,self.n = mlp(),0; self.register_buffer('b', torch.ones(8))
+    def forward(self, x):
+        self.n += 1
+        h,k,b,m = self.net[0](x),1+self.n/64,self.b,x.detach().mean(0)
+        for o in (h, h.bfloat16()):
+            a,d = o.sin(),o.abs()+1
+            for t in (torch.mul(a, k), k-a, k/d, d/k, a+k, a-k): h = h+.1*t
+        with torch.no_grad():
+            b.lerp_(m, .1*k).add_(m, alpha=k).sub_(m, alpha=.5*k).mul_(1/k).div_(k).addcmul_(m, m, value=k).addcdiv_(m, b.abs()+1, value=k).clamp_(-k, k)
+            a,d = h.sin(),h.abs()+1
+            more = torch.add(h, a, alpha=k)+h.sub(a, alpha=.3*k)+torch.addcmul(h, a, d, value=k)+h.addcdiv(a, d, value=-k)+h.lerp(a, 1/k)+d**k+d.pow(k)+h.clamp(-1/k, k)+torch.clamp(h, min=-.1*k)+h.clamp(max=.1*k)
+        return self.net[2](h+.1*more+b.mean())
+
+def test_all_arithmetic_takes_numbers_that_vary(): check(lambda: learner(Numbers), 14)
+
 # ---- tensors that are kept
 
 class Shifts(nn.Module):

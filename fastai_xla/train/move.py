@@ -65,7 +65,10 @@ def opt_states(
     "The state dicts of `opt` and of what it wraps, keyed by parameter"
     return [opt.state, opt.opt.state] if isinstance(opt, OptimWrapper) else [opt.state]
 
-def _state_to(p, st): return {k: v.to(p.device) if isinstance(v, torch.Tensor) and k!='step' else v for k,v in st.items()}
+_counts = 'step','mu_product','exp_avg_lr_2' # torch and timm count by these on the host, where they read them
+
+def _moves(k, v): return isinstance(v, torch.Tensor) and (k not in _counts or on_xla(v))
+def _state_to(p, st): return {k: v.to(p.device) if _moves(k, v) else v for k,v in st.items()}
 
 on_repoint = set() # called with an optimizer that is about to get other parameters
 

@@ -10,6 +10,7 @@ __all__ = ['Apply', 'CachedStep', 'CallRecogniser']
 # %% ../../nbs/444_train.recogniser.ipynb #imports
 import sys
 from contextlib import nullcontext
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from types import SimpleNamespace
@@ -49,14 +50,35 @@ def _on_host(func, args, kwargs):
     return send([torch.as_tensor(args[0]).to(res.dtype)], res.device)[0]
 
 # %% ../../nbs/444_train.recogniser.ipynb #number
-_arithmetic = frozenset(getattr(torch.Tensor, k) for k in 'add sub mul div add_ sub_ mul_ div_ true_divide rsub __rsub__'.split() if hasattr(torch.Tensor, k))
+def _both(names): return [getattr(o, k) for k in names.split() for o in (torch,torch.Tensor) if hasattr(o, k)]
+def _add_times(add, x, y, alpha): return add(x, y*alpha)
+def _add_product(add, op, x, a, b, value): return add(x, op(a, b)*value)
 
-def _has_number(func, args, kwargs):
-    "Is it a call of arithmetic with a tensor of the device and a number, which may vary?"
-    if func not in _arithmetic or kwargs or len(args)!=2 or type(args[1]) not in (int,float): return False
-    return on_xla(args[0]) and args[0].is_floating_point()
+# by a function and its keywords: the same with tensors for numbers, in torch_xla's operations; each an object of its own
+_arithmetic = {(f,): partial(f) for f in _both('add sub mul div add_ sub_ mul_ div_ true_divide rsub __rsub__ __rdiv__')}
+_of_steps = {(f,): partial(f) for f in _both('pow pow_ __pow__ lerp lerp_ clamp clamp_')} # differ in the last bit within autograd, and of 16 bits
+_of_steps |= {(f,'alpha'): partial(_add_times, f) for f in _both('add sub add_ sub_')}
+_of_steps |= {(f,*ks): partial(f) for f in _both('clamp clamp_') for ks in (('min',),('max',),('min','max'))}
+for k,op in dict(mul=torch.mul, div=torch.div).items():
+    for end in ('','_'): _of_steps |= {(f,'value'): partial(_add_product, getattr(torch.Tensor, f'add{end}'), op) for f in _both(f'addc{k}{end}')}
+_in_32_bits = {*_both('mul mul_ __rdiv__')} # compute with a number of 32 bits, whatever the tensor has
 
-def _sent_number(args): return args[0],send([torch.tensor(args[1], dtype=args[0].dtype)], args[0].device)[0]
+_numbers = int,float,np.float64,np.float32 # fastai makes learning rates of groups by numpy
+def _is_number(a):
+    "Or a scalar tensor of the host, as some optimizers count with"
+    return type(a) in _numbers or type(a) is torch.Tensor and not (a.ndim or on_xla(a) or a.requires_grad or is_placeholder(a))
+
+def _form_of(func, args, kwargs):
+    "The form of a call of arithmetic that takes its numbers, which may vary, as tensors; None if it has none"
+    k = func,*kwargs
+    form = _arithmetic.get(k) or _of_steps.get(k)
+    if form is None or not any(map(_is_number, (*args, *kwargs.values()))): return
+    ts = [t for t in tensors_of([*args, *kwargs.values()]) if not _is_number(t)]
+    if not ts or not all(on_xla(t) and t.is_floating_point() for t in ts): return
+    if k in _arithmetic or not any(t.itemsize<4 or torch.is_grad_enabled() and t.requires_grad for t in ts): return form
+
+def _apart_from_numbers(key): return tuple(_apart_from_numbers(o) for o in key if not _is_number_key(o)) if type(key) is tuple else key
+def _is_number_key(o): return type(o) is tuple and len(o)>1 and (o[0] in _numbers or o[0] is torch.Tensor and not o[2])
 
 # %% ../../nbs/444_train.recogniser.ipynb #ambient
 _inference = torch.is_inference_mode_enabled
@@ -155,6 +177,7 @@ class CallRecogniser(TorchFunctionMode):
         # of any step
         self.tree,self.state,self.weights,self.params,self.grads = Call(),[],[],[],{} # see `begin`; the gradients before the step, by parameter
         self.names,self.inputs = {},[] # names of the step's own tensors, by `id`; the tensors that no call of the step has made
+        self.numbers = {} # those that were sent, as tensors
         self.why,self.missed = None,None # why the step cannot be recorded; the call at which it fell back
         # of a step that is matched
         self.last_match,self.placeholders = self.tree,{} # the call that was matched last; the step's own placeholders, by name
@@ -257,21 +280,33 @@ class CallRecogniser(TorchFunctionMode):
         "A call that belongs to the list of the step"
         if self.why: return func(*args, **kwargs)
         if self.matching:
-            call,given = self._next_call(func, args, kwargs),args
-            if call is None and _has_number(func, args, kwargs):
-                given = _sent_number(args)
-                if (call := self._next_call(func, given, kwargs)) is None: self._take_back(given[1])
-            if call is not None: return self._answer(call, func, given, kwargs)
+            call,given = self._next_call(func, args, kwargs)
+            if call is not None: return self._answer(call, *given)
             self.fall_back(f'`{_called(func)}`{_line()}')
         return self._record(func, args, kwargs)
 
     def _next_call(self, func, args, kwargs):
-        "The call that comes next with these arguments in a known list"
-        try: return self.last_match.next.get(self._key(func, args, kwargs))
-        except Unknown: return
+        "The call that comes next in a known list, by preference one that is given its numbers as tensors, and what it is given"
+        known,form,n = self.last_match.next,_form_of(func, args, kwargs),len(self.inputs)
+        for send_them in (True,False) if any(k[0] is form for k in known) else (False,):
+            given = self._sent(func, args, kwargs) if send_them else (func, args, kwargs)
+            try: call = known.get(self._key(*given))
+            except Unknown: call = None
+            if call is not None: return call,given
+            while len(self.inputs)>n: self.names.pop(id(self.inputs.pop()))
+        return None,None
 
-    def _take_back(self, t):
-        if self.inputs and self.inputs[-1] is t: self.names.pop(id(self.inputs.pop()))
+    def _sent(self, func, args, kwargs):
+        "The form of a call that takes tensors, and its arguments with numbers sent; those of a step that are equal are one tensor"
+        *_,like = filter(on_xla, tensors_of([*args]))
+        dtype = torch.promote_types(like.dtype, torch.float32) if func in _in_32_bits else like.dtype
+        def one(a):
+            if not _is_number(a): return a
+            a = a if isinstance(a, torch.Tensor) else torch.tensor(a, dtype=dtype)
+            k = repr(a.item()),a.dtype
+            if k not in self.numbers: self.numbers[k], = send([a], like.device)
+            return self.numbers[k]
+        return _form_of(func, args, kwargs),tuple(map(one, args)),{k: one(v) for k,v in kwargs.items()}
 
     def on_apply(self, cls, stock, args):
         "A call of `cls.apply`, of an `autograd.Function`"
@@ -445,8 +480,9 @@ class CallRecogniser(TorchFunctionMode):
 
     def _record(self, func, args, kwargs):
         "Make a call, and write down what it was given and what it has returned"
-        if self.in_known is not None and _has_number(func, args, kwargs) and self._varies(func, args): args = _sent_number(args)
-        try: key,kept = self._key(func, args, kwargs),(kept_arg(args, self._name),kept_arg(kwargs, self._name))
+        try:
+            if other := self._with_other_numbers(func, args, kwargs): func,args,kwargs = self._sent(func, args, kwargs)
+            key,kept = self._key(func, args, kwargs),(kept_arg(args, self._name),kept_arg(kwargs, self._name))
         except Unknown as e:
             self.refuse(f'`{_called(func)}` is given {e}{_line()}')
             return func(*args, **kwargs)
@@ -454,16 +490,19 @@ class CallRecogniser(TorchFunctionMode):
         res = func(*args, **kwargs)
         if n_device_calls()!=calls: self.refuse(f'`{_called(func)}` reads the device, or runs what it has to do{_line()}')
         elif func in _hooks and res is not None: self.refuse(f'{_hooks[func]} must run in each step{_line()}')
-        else: self._note(key, func, kept, res)
+        else: self._note(key, func, kept, res, other)
         return res
 
-    def _varies(self, func, args):
-        "Was this call made with another number in an earlier step, and with none that is this one?"
-        known = [k for k in self.in_known.next if k[0]==func and len(k)==4 and k[2]==self._name(args[0])]
-        return len(known)>0 and all(k[3]!=key_of(args[1], self._name) for k in known)
+    def _with_other_numbers(self, func, args, kwargs):
+        "The call of an earlier step that differs from this one in its numbers alone, or was given them as tensors; None if one is this one"
+        if self.in_known is None or not (form := _form_of(func, args, kwargs)): return
+        known,key = self.in_known.next,self._key(func, args, kwargs)
+        found = next((c for k,c in known.items() if k[0] is form), None)
+        if found or key in known: return found
+        return next((c for k,c in known.items() if k[0]==func and _apart_from_numbers(k)==_apart_from_numbers(key)), None)
 
-    def _note(self, key, func, kept, res):
-        self.in_known = self.in_known and self.in_known.next.get(key)
+    def _note(self, key, func, kept, res, other=None):
+        self.in_known = self.in_known and self.in_known.next.get(key, other)
         i,leaves = self.n_before+len(self.recorded),[]
         def one(t):
             if not on_xla(t): raise Unknown('a tensor of the host')
