@@ -264,7 +264,8 @@ class Numbers(nn.Module):
         with torch.no_grad():
             b.lerp_(m, .1*k).add_(m, alpha=k).sub_(m, alpha=.5*k).mul_(1/k).div_(k).addcmul_(m, m, value=k).addcdiv_(m, b.abs()+1, value=k).clamp_(-k, k)
             a,d = h.sin(),h.abs()+1
-            more = torch.add(h, a, alpha=k)+h.sub(a, alpha=.3*k)+torch.addcmul(h, a, d, value=k)+h.addcdiv(a, d, value=-k)+h.lerp(a, 1/k)+d**k+d.pow(k)+h.clamp(-1/k, k)+torch.clamp(h, min=-.1*k)+h.clamp(max=.1*k)
+            more = torch.add(h, a, alpha=k)+torch.add(h, a.bfloat16(), alpha=k)+h.sub(a, alpha=.3*k)+torch.addcmul(h, a, d, value=k)+h.addcdiv(a, d, value=-k)
+            more += h.lerp(a, 1/k)+d**k+d.pow(k)+h.clamp(-1/k, k)+torch.clamp(h, min=-.1*k)+h.clamp(max=.1*k)
         return self.net[2](h+.1*more+b.mean())
 
 def test_all_arithmetic_takes_numbers_that_vary(): check(lambda: learner(Numbers), 14)

@@ -51,7 +51,7 @@ def _on_host(func, args, kwargs):
 
 # %% ../../nbs/444_train.recogniser.ipynb #number
 def _both(names): return [getattr(o, k) for k in names.split() for o in (torch,torch.Tensor) if hasattr(o, k)]
-def _add_times(add, x, y, alpha): return add(x, y*alpha)
+def _add_times(add, x, y, alpha): return add(x, y.to(torch.result_type(x, y))*alpha)
 def _add_product(add, op, x, a, b, value): return add(x, op(a, b)*value)
 
 # by a function and its keywords: the same with tensors for numbers, in torch_xla's operations; each an object of its own
@@ -75,7 +75,9 @@ def _form_of(func, args, kwargs):
     if form is None or not any(map(_is_number, (*args, *kwargs.values()))): return
     ts = [t for t in tensors_of([*args, *kwargs.values()]) if not _is_number(t)]
     if not ts or not all(on_xla(t) and t.is_floating_point() for t in ts): return
-    if k in _arithmetic or not any(t.itemsize<4 or torch.is_grad_enabled() and t.requires_grad for t in ts): return form
+    if k in _arithmetic: return form
+    short = any(t.itemsize<4 for t in (ts[:1] if 'alpha' in kwargs else ts))
+    return None if short or torch.is_grad_enabled() and any(t.requires_grad for t in ts) else form
 
 def _apart_from_numbers(key): return tuple(_apart_from_numbers(o) for o in key if not _is_number_key(o)) if type(key) is tuple else key
 def _is_number_key(o): return type(o) is tuple and len(o)>1 and (o[0] in _numbers or o[0] is torch.Tensor and not o[2])
@@ -298,7 +300,7 @@ class CallRecogniser(TorchFunctionMode):
 
     def _sent(self, func, args, kwargs):
         "The form of a call that takes tensors, and its arguments with numbers sent; those of a step that are equal are one tensor"
-        *_,like = filter(on_xla, tensors_of([*args]))
+        like = next(filter(on_xla, tensors_of([*args])))
         dtype = torch.promote_types(like.dtype, torch.float32) if func in _in_32_bits else like.dtype
         def one(a):
             if not _is_number(a): return a
