@@ -57,7 +57,6 @@ instead = { # of what reads the device
     'torch.Adafactor': '`adafactorbv`, with timm',
     'torch.ASGD': '`capturable=True`',
     'torch.Rprop': '`capturable=True`',
-    **dict.fromkeys(['torch.Adamax','torch.NAdam','torch.RAdam'], '`capturable=True`'),
     **dict.fromkeys(['adamp','cadamp'], '`adamw`'),
     **dict.fromkeys(['sgdp','csgdp'], '`sgdw`'),
     **dict.fromkeys(['kron','kronc','kronw'], '`muon` or `adamw`: a triangular system is solved on the host'),

@@ -28,8 +28,9 @@ OPTS = dict(
     torch_SGD    = torch_opt(torch.optim.SGD, momentum=.9, weight_decay=.1),
     torch_Adam   = torch_opt(torch.optim.Adam),
     torch_AdamW  = torch_opt(torch.optim.AdamW),
-    torch_RMSprop= torch_opt(torch.optim.RMSprop, momentum=.9))
-SOME = 'SGD_mom Adam Larc ranger torch_SGD torch_AdamW'.split()
+    torch_RMSprop= torch_opt(torch.optim.RMSprop, momentum=.9),
+    torch_NAdam  = torch_opt(torch.optim.NAdam))
+SOME = 'SGD_mom Adam Larc ranger torch_SGD torch_AdamW torch_NAdam'.split()
 
 class Where(Callback):
     "Where the optimizer's tensors were after each step"
