@@ -295,7 +295,8 @@ def batches_left_out():
 @idiom
 def smaller_last_batch(): return learner(drop_last=False)
 
-for name,cb in dict(mixup=MixUp, accumulation=partial(GradientAccumulation, 24), clip=partial(GradientClip, .1), statistics=ActivationStats).items():
+for name,cb in dict(mixup=MixUp, accumulation=partial(GradientAccumulation, 24), clip=partial(GradientClip, .1), statistics=ActivationStats,
+        statistics_of_some=partial(ActivationStats, every=5)).items():
     IDIOMS[name] = lambda cb=cb: learner(cbs=cb())
 for name,opt in dict(ranger=ranger, larc=Larc, lamb=Lamb, rmsprop=partial(RMSProp, mom=.9), qhadam=QHAdam, radam=RAdam, amsgrad=partial(OptimWrapper,
         opt=partial(torch.optim.AdamW, amsgrad=True))).items():
@@ -462,7 +463,7 @@ IDIOMS['own_learner'] = lambda: learner(cls=OwnLearner)
 
 # fastai's own callbacks
 
-FASTAI = dict(csv_logger=lambda: CSVLogger(os.devnull), early_stopping=lambda: EarlyStoppingCallback(patience=9), save_model=lambda: SaveModelCallback(fname=tempfile.mkdtemp()+'/m'),
+FASTAI = dict(csv_logger=lambda: CSVLogger(tempfile.mkdtemp()+'/log.csv'), early_stopping=lambda: EarlyStoppingCallback(patience=9), save_model=lambda: SaveModelCallback(fname=tempfile.mkdtemp()+'/m'),
     reduce_lr=lambda: ReduceLROnPlateau(patience=9), terminate_on_nan=TerminateOnNaNCallback, bn_freeze=BnFreeze, short_epoch=lambda: ShortEpochCallback(.5),
     mixed_precision=MixedPrecision, fetch_preds=lambda: FetchPredsCallback(),
     schedule=lambda: ParamScheduler({'lr': SchedCos(1e-2, 1e-3)}), collect_data=lambda: CollectDataCallback())
