@@ -146,7 +146,7 @@ SEAMS = '''gather_bytes tpu_line Denominators is_sample_mean gather_rows is_user
     TPUPoolTrainer attach_replica 
     TPUShardedTrainer device_version Shards TFRecordShards StreamDL XLADL standardize
     dist_version inside_boxes ShardReader uncount_steps make_programs_for lend_builtin arranged_update program_calls
-    function_of register OwnDraws graph_error apart_error launch_error shapes_of
+    function_of register OwnDraws graph_error wrong_device_error launch_error shapes_of
     groups_by_size note_made check_differences settings_of ema_weight
     hlo_number hlo_message compile_options ProgramReport ProgramLog tpu_advice trace_phase TPUReport module_of unpack_call state_bytes LastOfStep StepRecorder step_times rates_of show_line
     time_fit device_span host_span HostShare

@@ -418,7 +418,7 @@ def texts_on_several_hosts():
     l = lib()
     mesh = l.make_mesh(fsdp=8)
     mesh.layout = l.HostLayout(tuple(blocks_of_two), (0,1))
-    with pytest.raises(ValueError, match='Texts of a batch.*to_tpu_distributed'): l.TPUShardedTrainer(mesh)._loader([], pad_text=print)
+    with pytest.raises(ValueError, match='Texts of a batch.*to_tpu_distributed'): l.TPUShardedTrainer(mesh)._make_loader([], pad_text=print)
 
 # Blocks
 

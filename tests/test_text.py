@@ -150,7 +150,7 @@ def test_padding_is_neutral_for_the_regularizer():
         reg.after_loss()
         return learn.loss_grad.item()
     sl = learn.dls.valid.one_batch()[0].shape[1]
-    learn.tpu_trainer._lend() # as in a fit
+    learn.tpu_trainer._lend_patches() # as in a fit
     assert loss(sl)==pytest.approx(loss(sl+19), rel=1e-5)
     assert loss(sl)>0
     learn.tpu_trainer.release()

@@ -24,7 +24,7 @@ from ..data.source import order_state, set_order_state
 from ..train.move import learner_modules
 from ..train.state import learner_metrics, learner_objects, load_opt_dict, model_objects, model_tensors, opt_dict, with_grad
 from ..train.meters import DeviceMetric, DeviceSmoothLoss, stock_metric
-from ..train.trainer import settle_losses, settled
+from ..train.trainer import fetch_if_pending, fetch_pending_losses
 from ..train.trainer import TPUTrainer
 from ..sharding.trainer import MeshTrainer
 from .storage import DamagedCheckpoint, open_checkpoint, Saved
@@ -237,12 +237,12 @@ class TrainState:
     ):
         "The state of `learn`"
         for cb in learn._grab_cbs(TPUTrainer): cb.queue.flush()
-        settle_losses(learn)
+        fetch_pending_losses(learn)
         known,objects,ts = _known_objects(learn),_stateful(learn),model_tensors(learn)
         found = {k: _state(k, o) for k,o in objects.items()}
         states,left_out = _writable(*({k: o[i] for k,o in found.items()} for i in (0,1)), known)
         return cls(safe_dumps(dict(states=states, made={k: made_as(o) for k,o in objects.items()}, start=start, loaders=loader_state(learn), rng=rng_state(),
-            device_rng=xm.get_rng_state(str(xla_device())), learn={k: settled(vars(learn)[k]) for k in _counters if k in vars(learn)},
+            device_rng=xm.get_rng_state(str(xla_device())), learn={k: fetch_if_pending(vars(learn)[k]) for k in _counters if k in vars(learn)},
             frozen=learn.opt.frozen_idx, requires_grad={k: t.requires_grad for k,t in ts.items()}, zero_grads=with_grad(learn),
             grads=to_host({k: t.grad for k,t in ts.items() if t.grad is not None}),
             kept={i: m.kept for i,m in enumerate(learner_metrics(learn)) if isinstance(m, DeviceMetric)}, # for the other ranks

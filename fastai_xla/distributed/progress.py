@@ -21,7 +21,7 @@ from ..data.loader import XLADL, step_size
 from ..train.move import set_hypers
 from ..train.state import is_display
 from ..train.stand_ins import bar_says, bar_waits, begin_bar
-from ..train.trainer import settled
+from ..train.trainer import fetch_if_pending
 from ..patches.registry import Loans
 from ..launch.worker import post, send_changes, stop_requested
 
@@ -123,7 +123,7 @@ class LossNote:
     "Waits with a batch for its loss, which comes by the queue"
     def __init__(self, msg, smooth): self.msg,self.smooth = msg,smooth
     def arrived(self, loss):
-        self.msg.state.update(loss=loss, smooth_loss=settled(self.smooth))
+        self.msg.state.update(loss=loss, smooth_loss=fetch_if_pending(self.smooth))
         post(self.msg)
 
 # %% ../../nbs/670_distributed.progress.ipynb #reporter

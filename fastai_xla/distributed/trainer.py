@@ -60,7 +60,7 @@ def sync_running_stats(
 # %% ../../nbs/640_distributed.trainer.ipynb #trainer
 class TPUDistributedTrainer(TPUTrainer):
     "Train an unmodified `Learner` on one replica of several: this rank's share of each step, with the loss and the metrics of all ranks"
-    meters,alone = (),False
+    meters,is_only_replica = (),False
     def __init__(self,
         batch_tfms:str='auto', # Where batch transforms run: 'auto', 'host' or 'device'; see `TfmPlacement`
         fetch_every:float=1., # Seconds between two fetches of losses for the progress bar
@@ -72,13 +72,13 @@ class TPUDistributedTrainer(TPUTrainer):
         self.queue,self.sync_bn = Shares(fetch_every),sync_bn
 
     @property
-    def traced(self): return 'the shapes of its batches may differ from replica to replica' if self.dl.train and self.dl.ragged_across_ranks else None
+    def no_replay_reason(self): return 'the shapes of its batches may differ from replica to replica' if self.dl.train and self.dl.ragged_across_ranks else None
 
     def _seed(self):
         self.seed = from_main(base_seed)+rank()
         return self.seed
 
-    def _loader(self, dl, pad, **kwargs): return ShardedDL(dl, self.device, train=not pad, pad=pad, even=self.sync_bn is True, **kwargs)
+    def _make_loader(self, dl, pad, **kwargs): return ShardedDL(dl, self.device, train=not pad, pad=pad, even=self.sync_bn is True, **kwargs)
 
     def before_fit(self):
         count_inputs_quietly(self.dls.train)
@@ -95,8 +95,8 @@ class TPUDistributedTrainer(TPUTrainer):
         if is_main() and (n := getattr(self.dl.share, 'dropped', 0)): warnings.warn(_left_out(n))
         if self.sync_bn is True and world_size()>1: lend_global_norms(self.model, self.loans)
 
-    def _start(self, pad):
-        super()._start(pad)
+    def _start_loop(self, pad):
+        super()._start_loop(pad)
         rec = getattr(self.learn, 'recorder', None)
         mets = [] if rec is None else rec._valid_mets if pad else rec._train_mets
         self.meters = [m for m in mets if isinstance(m, DeviceMetric) and m.synced]

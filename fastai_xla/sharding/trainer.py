@@ -79,17 +79,17 @@ class MeshTrainer(TPUTrainer):
             try: super().run_phase(phase, f, final, rest)
             finally: self.scaled = before
 
-    def _hold(self):
-        super()._hold()
+    def _put_on_device(self):
+        super()._put_on_device()
         self.place()
 
-    def _renew(self): pass # nothing is handed on under SPMD
+    def _renew_tensors(self): pass # nothing is handed on under SPMD
 
-    def _start(self, pad):
-        super()._start(pad)
+    def _start_loop(self, pad):
+        super()._start_loop(pad)
         if self.mesh.n>1 and (self.partition_norms or self.partition_norms is None and program_kind()!='TPU'): norms.partition_norms(self.loans)
 
-    def _loader(self, dl, **kwargs):
+    def _make_loader(self, dl, **kwargs):
         if self.mesh.n_hosts>1 and kwargs['pad_text']: raise ValueError(_no_text)
         return (HostsDL if self.mesh.n_hosts>1 else MeshDL)(dl, self.device, self.mesh, **kwargs)
 
@@ -124,7 +124,7 @@ class MeshTrainer(TPUTrainer):
 # %% ../../nbs/720_sharding.trainer.ipynb #trainer
 class TPUShardedTrainer(MeshTrainer):
     "Train an unmodified `Learner` by one program on all cores"
-    has_whole = False
+    holds_whole_model = False
     def __init__(self,
         mesh:TPUMesh, # See `make_mesh`
         rules=(), # As for `MeshTrainer`
@@ -135,8 +135,8 @@ class TPUShardedTrainer(MeshTrainer):
         super().__init__(mesh, rules, partition_norms, **kwargs)
         self.runner,self.blocks = runner,BlockMarker(mesh)
 
-    def _start(self, pad):
-        super()._start(pad)
+    def _start_loop(self, pad):
+        super()._start_loop(pad)
         self._start_blocks()
 
     def _start_blocks(self):

@@ -62,10 +62,10 @@ class TorchTPURankTrainer(TorchTPUTrainer):
         lengthen_lr_find(self.learn, world_size())
         for cb in [] if is_main() else self.learn.cbs.filter(is_display): cb.run = False
 
-    def _loader(self, dl, pad, **kwargs): return ShardedDL(dl, self.device, train=not pad, pad=pad, **kwargs)
+    def _make_loader(self, dl, pad, **kwargs): return ShardedDL(dl, self.device, train=not pad, pad=pad, **kwargs)
 
-    def _start(self, pad):
-        super()._start(pad)
+    def _start_loop(self, pad):
+        super()._start_loop(pad)
         rec = getattr(self.learn, 'recorder', None)
         mets = [] if rec is None else rec._valid_mets if pad else rec._train_mets
         self.meters = [m for m in mets if isinstance(m, DeviceMetric) and m.synced]

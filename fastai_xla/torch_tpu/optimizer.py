@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from fastai.optimizer import average_grad, average_sqr_grad, Lookahead, Optimizer, OptimWrapper, step_stat, weight_decay
 from ..patches.grads import fill_grad
 from ..train.steppers import step_formula, step_row
-from ..train.optimizer import formulas_hold, give_torch_state, state_names, work_of
+from ..train.optimizer import formulas_hold, give_torch_state, state_names, step_work
 
 # %% ../../nbs/985_torch_tpu.optimizer.ipynb #each
 def _whole(name, f, swap=False):
@@ -101,7 +101,7 @@ def _alike(work):
 @torch.no_grad()
 def _step(opt, stock, closure=None):
     "A step of `opt`, for all parameters at once if it is known"
-    work = work_of(opt)
+    work = step_work(opt)
     if work: work = work._replace(todo=[o for o in work.todo if fill_grad(o.p).grad is not None])
     if not work or closure is not None or not formulas_hold(work): return stock(closure)
     _make_state(work)

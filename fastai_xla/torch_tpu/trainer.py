@@ -77,9 +77,9 @@ class TorchTPUTrainer(XLACallback):
     def before_fit(self):
         assert defaults.use_cuda is not False, ("`default_device(False)` makes fastai put every batch on the CPU: "
             "call `default_device(None)` or `learn.detach_tpu()`.")
-        self._hold()
+        self._put_on_device()
 
-    def _hold(self):
+    def _put_on_device(self):
         "Put the Learner on the device, and patch its parts for it"
         learn = move_learner(self.learn, self.device)
         self.loans.give_back()
@@ -88,14 +88,14 @@ class TorchTPUTrainer(XLACallback):
         if learn.opt is not None: lend_step(learn.opt, self.loans)
         self.loans.put(learn.dls, '_device', self.device)
 
-    def _start(self, pad):
-        self._hold()
+    def _start_loop(self, pad):
+        self._put_on_device()
         _map_meters(self.learn, partial(device_metric, queue=self.queue))
         self.check = RangeCheck()
-        self.learn.dl = self._loader(self.dl, pad=pad, batch_tfms=self.batch_tfms, pad_text=pads_text(self.model), check=self.check)
+        self.learn.dl = self._make_loader(self.dl, pad=pad, batch_tfms=self.batch_tfms, pad_text=pads_text(self.model), check=self.check)
         if self.replay: self._compile()
 
-    def _loader(self, dl, **kwargs): return XLADL(dl, self.device, **kwargs)
+    def _make_loader(self, dl, **kwargs): return XLADL(dl, self.device, **kwargs)
 
     def _compile(self):
         "Have the model compiled until the end of the phase"
@@ -103,10 +103,10 @@ class TorchTPUTrainer(XLACallback):
         self.call.lend(self.loans)
 
     def before_train(self):
-        if len(self.dl)==0: raise ValueError(_no_batches(self.dl))
-        self._start(pad=False)
+        if len(self.dl)==0: raise ValueError(_no_batches_message(self.dl))
+        self._start_loop(pad=False)
 
-    def before_validate(self): self._start(pad=True)
+    def before_validate(self): self._start_loop(pad=True)
 
     def before_batch(self):
         if self.dl.n_real is not None and mixes_samples(self.model): self.learn.xb,self.learn.yb = self.dl.trim((self.xb, self.yb))
@@ -153,7 +153,7 @@ class TorchTPUTrainer(XLACallback):
         self.release()
         self.unfeed()
 
-def _no_batches(dl):
+def _no_batches_message(dl):
     n,bs = getattr(dl, 'n', None),getattr(dl, 'bs', None)
     return (f"The training DataLoader has no batches: {n} samples with bs={bs} and drop_last={getattr(dl, 'drop_last', False)}. "
         "Give it more samples, a smaller `bs` or `drop_last=False`.")

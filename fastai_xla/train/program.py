@@ -19,148 +19,162 @@ from ..runtime.device import torch_xla, xr
 from ..runtime.counts import n_ops, own_reads
 
 # %% ../../nbs/440_train.program.ipynb #tensors
-def _lib(): return torch_xla._XLAC
+def _lib(): return torch_xla._XLAC # torch_xla's C++ functions; looked up late, as modules can be imported where torch_xla is missing
 
 def pending(
     ts, # XLA tensors
 ):
     "Those of `ts` that are not computed yet"
-    try: todo = _lib()._check_tensor_need_materialization(ts) if ts else []
-    except RuntimeError: return [t for o in ts for t in pending([o])] if len(ts)>1 else [] # one has neither a value nor a graph
-    return [t for t,u in zip(ts, todo) if u]
+    try: is_pending = _lib()._check_tensor_need_materialization(ts) if ts else []
+    except RuntimeError: # one of them has neither a value nor a graph: ask for each by itself, and leave that one out
+        return [t for o in ts for t in pending([o])] if len(ts)>1 else []
+    return [t for t,p in zip(ts, is_pending) if p]
 
 def _any_pending(device):
-    "Is there a tensor on `device` that is not computed yet, one that Python does not see perhaps?"
+    "Is any tensor on `device` not computed yet, also one that no Python variable names?"
     try: return any(_lib()._check_device_tensor_need_materialization(str(device)))
     except RuntimeError: return True
 
 def tensor_id(
     t, # XLA tensor
 ):
-    "The number of `t`, which those that `detach` gives share"
+    "torch_xla's id of `t`; `t.detach()` and `t.data` have the same"
     return _lib()._xla_get_tensor_id(t)
 
 def _data_ids(t):
+    "The ids by which the data of `t` is known as the input of a graph; none while `t` is not computed. Asking may change it, so both count"
     try: ids,values = _lib()._get_tensors_xla_device_data_node([t])
     except RuntimeError: return ()
     return (ids[0],tensor_id(values[0])) if ids else ()
 
-def _handle(t): return _lib()._unique_id_for_ir_and_data(t)
+def _data_handle(t): return _lib()._unique_id_for_ir_and_data(t)
 
 _storage,_address = methodcaller('untyped_storage'),attrgetter('_cdata')
 
 def n_names(
     ts, # XLA tensors
 ):
-    "Of each, how many tensors are it: itself, and those that are it by `detach()` or `data`, or a view of it"
-    return [*map(torch._C._storage_Use_Count, map(_address, map(_storage, ts)))] # by `map`, which has let go of a storage when it is counted
+    "For each of `ts`, how many tensors share its storage: itself, and those made from it by `detach()`, `data` or a view"
+    return [*map(torch._C._storage_Use_Count, map(_address, map(_storage, ts)))] # `map` holds no storage while it is counted, as a comprehension would
 
 # %% ../../nbs/440_train.program.ipynb #seeds
-def _draw(seed, _): return (2531011+214013*seed)%2**64 # as torch_xla does
+def _next_draw_seed(seed, _): return (2531011+214013*seed)%2**64 # torch_xla's formula; the second argument is for `accumulate`
 
 class StepSeeds:
-    "The seeds of the random numbers of the steps on a device"
+    "Predicts the seeds of random numbers on a device, so that a program that runs again draws what a traced step would draw"
     def __init__(self,
         device, # XLA device
-    ): self.device,self.seed,self.base,self.next_seed = str(device),None,None,None
+    ):
+        self.device = str(device)
+        self.seed = None # of the step that is under way
+        self.base = None # from which the seed of the next step follows, if that is not `seed`
+        self.next_seed = None # of the next step
 
-    def _now(self):
-        "The seed from which that of the next step follows, as a tensor and as a number"
-        t = _lib()._get_base_seed_as_tensor(self.device) # also sets the running seed, which the next line reads, back
+    def _base_seed(self):
+        "The seed from which `torch_xla.sync` makes that of the next step, as a tensor and as a number"
+        t = _lib()._get_base_seed_as_tensor(self.device) # also resets the running seed, which the next line reads, to it
         return t,_lib()._xla_get_rng_seed(self.device)
 
-    def _follow(self, seed, draws=0):
-        "Count the seed of the next step as `torch_xla.sync` does, if this one, which began with `seed`, sets it to what it is after so many `draws`"
+    def _predict_next_seed(self, seed, draws=0):
+        "Compute the seed of the next step as `torch_xla.sync` does; this step began with `seed`, and has set the base seed to that after `draws` draws, if any"
         self.seed = seed
-        if draws: base = self._after([draws])[0]
+        if draws: base = self._seeds_after([draws])[0]
         else: base = seed if self.base is None else self.base
-        self.next_seed,self.base = (1012031+base*7012063)%2**64,None
+        self.next_seed,self.base = (1012031+base*7012063)%2**64,None # torch_xla's formula
 
-    def _after(self, ns):
-        seeds = [*accumulate(range(max(ns, default=0)), _draw, initial=self.seed)]
+    def _seeds_after(self, ns):
+        "The seeds of this step after each number of draws in `ns`"
+        seeds = [*accumulate(range(max(ns, default=0)), _next_draw_seed, initial=self.seed)]
         return [seeds[n] for n in ns]
 
     def draws_to(self, seed, most=2**14):
         "After how many draws, `most` at most, the seed of this step is `seed`; None if it never is"
-        return next((n for n,o in enumerate(accumulate(range(most), _draw, initial=self.seed)) if o==seed%2**64), None)
+        return next((n for n,o in enumerate(accumulate(range(most), _next_draw_seed, initial=self.seed)) if o==seed%2**64), None)
 
     def draws_at_end(self):
-        "After how many draws the step has set the seed from which the next follows: 0 if it has not; None if it has set another"
-        return self.draws_to(self._now()[1])
+        "After how many draws the step has set the base seed: 0 if it has not set it; None if to a value that no draw gives"
+        return self.draws_to(self._base_seed()[1])
 
     def begin(self, draws=0):
-        "The seed of this step as a tensor; that of the next is known then"
-        t,seed = self._now()
-        self._follow(seed, draws)
+        "Begin a step that sets the base seed to that after `draws` draws; returns its own seed as a tensor"
+        t,seed = self._base_seed()
+        self._predict_next_seed(seed, draws)
         return t
 
     def of(self,
         program, # A `StepProgram`
     ):
-        "The seeds that `program` takes, as tensors; asked for only if it does, or somebody has drawn since the last step"
+        "The seeds that `program` takes, as tensors"
+        # the device's seed is read only where it is needed: `program` takes seeds, or somebody has drawn numbers since the last step
         if program.seeds or _lib()._xla_get_rng_seed(self.device)!=self.next_seed: first = self.begin(program.draws)
-        else: self._follow(self.next_seed, program.draws)
-        return [self._sent(o) if n else first for n,o in zip(program.seeds, self._after(program.seeds))]
+        else: self._predict_next_seed(self.next_seed, program.draws)
+        return [self._seed_tensor(o) if n else first for n,o in zip(program.seeds, self._seeds_after(program.seeds))]
 
-    def _sent(self, seed):
+    def _seed_tensor(self, seed):
+        "`seed` as a tensor on the device"
         _lib()._xla_set_rng_seed(seed, self.device)
         return _lib()._get_base_seed_as_tensor(self.device)
 
-    def set_next(self): _lib()._xla_set_rng_seed(self.next_seed, self.device)
+    def set_next(self):
+        "Set the seed of the device to that of the next step"
+        _lib()._xla_set_rng_seed(self.next_seed, self.device)
 
 def beside_steps(
     device, # XLA device
     f, # Called without arguments
 ):
-    "What `f()` returns; the random numbers of the next step stay what they are, whatever it runs"
-    _,seed = StepSeeds(device)._now()
+    "Return `f()`; the random numbers of the next step are the same as without it"
+    _,seed = StepSeeds(device)._base_seed()
     try: return f()
     finally: _lib()._xla_set_rng_seed(seed, str(device))
 
 # %% ../../nbs/440_train.program.ipynb #program
 class StepProgram(NamedTuple):
-    "What a traced step has left to run"
-    key:bytes # Hash of the graph
+    "The program of a traced step: a graph that is compiled, where its inputs come from, and what its results replace"
+    key:bytes # Hash of the graph, by which torch_xla finds the compiled program
     sources:tuple # Where each input comes from: ('state'|'input'|'seed'|'const', index)
-    written:tuple # Numbers of the tensors of the state that it changes
-    changed:tuple # Numbers of the other tensors that it changes
-    n_out:int # Other results
-    consts:dict # Inputs that are the same in each step, by their number
-    data:dict # Numbers of the data that these are
-    seeds:tuple # After how many draws it takes the seed, for each seed that it takes
-    draws:int # After how many it sets the seed from which that of the next step follows; 0 if it doesn't
+    written:tuple # Indices of the tensors of the state that it changes
+    changed:tuple # Indices of the other given tensors that it changes
+    n_out:int # Number of results beside these
+    consts:dict # Inputs that are the same tensor in each step, by index of the input
+    data:dict # Id of the data of each constant; of a seed that no draw gives, its value
+    seeds:tuple # For each seed that it takes, the number of draws after which the step has that seed
+    draws:int # Number of draws after which it sets the base seed; 0 if it does not set it
 
     @property
     def n_roots(self): return len(self.written)+len(self.changed)+self.n_out
 
     def differs(self, other):
-        "How `other`, of an earlier step, differs, in words; None if it is the same program"
+        "How this program differs from `other`, of an earlier step, in words; None if it is the same"
         if self.key!=other.key: return 'the graph is another'
-        if (self[1:5],self[7:])!=(other[1:5],other[7:]): return 'the graph takes or changes other tensors'
+        if (self[1:5],self[7:])!=(other[1:5],other[7:]): # all but `key`, `consts` and `data`
+            return 'the graph takes or changes other tensors'
         with own_reads():
             for j,t in self.consts.items():
-                if self.data[j]==other.data[j] or _same(t, other.consts[j]): continue
+                if self.data[j]==other.data[j] or _same_value(t, other.consts[j]): continue # ids first: to compare values reads the device
                 return f'a tensor of shape {list(t.shape)} that is no part of model, optimizer and batch has another value'
 
     def inputs(self, state, given, seeds):
-        "The inputs of this program"
-        of = dict(state=state, input=given, seed=seeds, const=self.consts)
-        return [of[kind][i] for kind,i in self.sources]
+        "The tensors that this program takes, in order"
+        tensors = dict(state=state, input=given, seed=seeds, const=self.consts)
+        return [tensors[kind][i] for kind,i in self.sources]
 
-def _same(a, b):
-    "Have two inputs the same value? A scalar is a number that a call, with the same arguments, has sent"
+def _same_value(a, b):
+    "Have two inputs the same value? Scalars always: a recognised call has the same arguments, and such a number is one of them"
     return not a.ndim or tensor_id(a)==tensor_id(b) or torch.equal(a.cpu(), b.cpu())
 
 # %% ../../nbs/440_train.program.ipynb #donation
-_donating = threading.Lock()
+_donation_lock = threading.Lock()
 
 @contextmanager
-def _donates():
-    from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config # not above: rooms can be imported where torch_xla is missing
-    with _donating,alias_with_buffer_donor_config(True): yield
+def _donated_buffers():
+    "Graphs are hashed and compiled so that they overwrite the inputs that are marked as donated; the flag is one for all threads"
+    from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config # not at the top: this module can be imported where torch_xla is missing
+    with _donation_lock,alias_with_buffer_donor_config(True): yield
 
 # %% ../../nbs/440_train.program.ipynb #scalars
 def _send_scalars(ts):
+    "Send those of `ts` that are scalars now: else torch_xla writes 0 and 1 into the graph as constants"
     ts = [t for t in ts if not t.ndim]
     if ts: _lib()._xla_sync_multi(ts, [], True, True)
 
@@ -171,29 +185,30 @@ class StepTracer:
         device, # XLA device
     ):
         self.device,self.seeds,self.spmd,self.n_ops = str(device),StepSeeds(device),xr.is_spmd(),None
-        self.used,self.made,self.old = (),((),()),((),()) # what the last program was given, what it has made, what the one before had
-        self.results = [] # that Ctrl-C has kept from who asked
+        self.used = () # inputs of the last program: freed while the device is at work
+        self.made = self.old = (),() # (indices in the state, new data) of the last program, and of the one before
+        self.results = [] # of a program after which Ctrl-C came, so that `run` could not return them
         self.real = [] if self.spmd else _lib()._xla_real_devices([self.device])
 
-    # ---- what others have
+    # ---- tensors that do not belong to the step
 
     def sync_others(self, sync):
-        "Run by `sync` what others have left to compute, as copies, which share memory until then; the next step draws as if it was all one graph"
-        old,self.n_ops = self.n_ops,n_ops()
-        if old==self.n_ops or not _any_pending(self.device): return
-        drawn = _lib()._xla_get_rng_seed(self.device) # where the others' draws have come to
-        _,seed = self.seeds._now()
+        "Compute by `sync` what is pending from outside of the step, which is no part of its graph; the random numbers are those of one graph"
+        n_ops_before,self.n_ops = self.n_ops,n_ops()
+        if n_ops_before==self.n_ops or not _any_pending(self.device): return # no operation since: nothing can be pending
+        drawn = _lib()._xla_get_rng_seed(self.device) # the running seed, after what others have drawn
+        _,seed = self.seeds._base_seed()
         try: sync()
         finally: _lib()._xla_set_rng_seed(drawn, self.device)
         if drawn!=seed: self.seeds.base = seed
 
     def spread(self, ts):
-        "How each of `ts` is spread over the cores that one program drives: another program takes what is spread otherwise"
+        "The sharding of each of `ts` under SPMD: tensors that are sharded in another way need another program"
         return tuple(map(_lib()._get_xla_sharding_spec, ts)) if self.spmd else ()
 
     def has_others(self, ts, numbers):
-        "Is one of `ts`, tensors of the state with these `numbers`, another tensor too, by `detach()`, `data` or a view? What is kept here is not counted"
-        kept = {*self.made[0],*self.old[0]}
+        "Has one of `ts`, the tensors of the state at the indices `numbers`, an alias (`detach()`, `data`, a view)? A program would overwrite it too"
+        kept = {*self.made[0],*self.old[0]} # of these `_keep_alive` holds an alias
         return any(n-(k in kept)>1 for n,k in zip(n_names(ts), numbers))
 
     # ---- a traced step
@@ -201,65 +216,75 @@ class StepTracer:
     def begin(self,
         state:list, # Tensors that may change in place
     ):
-        "Before the step, when nothing is left to compute"
+        "Begin to trace a step; nothing must be pending"
         self.wait()
         self.made = self.old = (),()
         self.state,self.given,self.sources = state,[],{}
-        for k,t in enumerate(state): self._know(t, ('state',k))
+        for k,t in enumerate(state): self._record_source(t, ('state',k))
         self.seed = self.seeds.begin()
 
-    def _know(self, t, source):
+    def _record_source(self, t, source):
+        "Note that the data of `t` comes from `source`, under each id that an input of the graph may have"
         _send_scalars([t])
-        for o in (t, t._base) if t._base is not None and t._base.shape==t.shape else (t,): # an alias may be in graphs as its origin
+        is_alias = t._base is not None and t._base.shape==t.shape # the graph may name its origin instead
+        for o in (t, t._base) if is_alias else (t,):
             for i in (tensor_id(o), *_data_ids(o)): self.sources.setdefault(i, source)
 
     def input(self, t):
-        "Another tensor that the step takes"
-        self._know(t, ('input',len(self.given)))
+        "Note a tensor that the step takes besides the state, such as a batch"
+        self._record_source(t, ('input',len(self.given)))
         self.given.append(t)
 
     def source_of(self, t):
-        "Which tensor of the state or which input `t`, which is not to be computed, has the data of: (kind, index)"
+        "(Kind, index) of the tensor of the state or the input whose data `t` has, which is not pending; (None, None) if it is another's"
         ids = _data_ids(t)
         found = next((self.sources[i] for i in ids if i in self.sources), None)
-        if found: self.sources.update(dict.fromkeys(ids, found)) # to ask has given the data another number
+        if found: self.sources.update(dict.fromkeys(ids, found)) # asking may have given the data a new id
         return found or (None,None)
 
-    def end_chain(self): _lib()._set_all_reduce_token(self.device, None) # what comes next does not wait for all-reduces that are traced
+    def end_chain(self):
+        "End the chain by which each all-reduce waits for the one before: what comes next is not to wait for those that are traced"
+        _lib()._set_all_reduce_token(self.device, None)
 
     def _seeds_in(self, ids):
-        "Of the inputs that are seeds, by their number: after how many draws the seed of the step is that, and what those are that it never is"
-        seeds,first = [j for j,i in enumerate(ids) if i in (tensor_id(self.seed), _lib()._get_seed_info_id())],_handle(self.seed)
-        draws = {j: 0 for j in seeds if ids[j]==tensor_id(self.seed) or _handle(self.values[j])==first}
+        "Among the inputs with these `ids`, the seeds, by index: ({number of draws that leads to it}, {value of one that no draw leads to})"
+        seeds = [j for j,i in enumerate(ids) if i in (tensor_id(self.seed), _lib()._get_seed_info_id())]
+        first = _data_handle(self.seed)
+        draws = {j: 0 for j in seeds if ids[j]==tensor_id(self.seed) or _data_handle(self.values[j])==first} # the step's own seed
         with own_reads(): values = {j: self.values[j].item() for j in seeds if j not in draws}
         draws.update({j: self.seeds.draws_to(v) for j,v in values.items()})
-        return {j: n for j,n in draws.items() if n is not None},{j: v for j,v in values.items() if draws[j] is None}
+        known = {j: n for j,n in draws.items() if n is not None}
+        unknown = {j: v for j,v in values.items() if draws[j] is None}
+        return known,unknown
 
     def program(self,
-        outs:list, # Tensors that the step has left to compute, besides what it changes
+        outs:list, # Pending tensors that are to be results, besides what the step changes
     ):
-        "What the step has left to compute"
-        if at_end := self.seeds.draws_at_end(): self.seeds._follow(self.seeds.seed, at_end)
-        written,changed = [tuple(k for k,u in enumerate(_lib()._check_tensor_need_materialization(ts)) if u) if ts else () for ts in (self.state, self.given)]
+        "The `StepProgram` of the step that was traced"
+        if at_end := self.seeds.draws_at_end(): self.seeds._predict_next_seed(self.seeds.seed, at_end)
+        def pending_indices(ts): return tuple(k for k,p in enumerate(_lib()._check_tensor_need_materialization(ts)) if p) if ts else ()
+        written,changed = pending_indices(self.state),pending_indices(self.given)
         self.roots = [*(self.state[k] for k in written), *(self.given[k] for k in changed), *outs]
         ids,self.values = _lib()._get_tensors_xla_device_data_node(self.roots) if self.roots else ((),())
-        draws,others = self._seeds_in(ids)
+        draws,unknown_seeds = self._seeds_in(ids)
         seeds = sorted({*draws.values()})
         sources = tuple(('seed',seeds.index(draws[j])) if j in draws else self.sources.get(i, ('const',j)) for j,i in enumerate(ids))
         consts = {j: self.values[j] for j,(kind,_) in enumerate(sources) if kind=='const'}
-        key = self._key({*(('state',k) for k in written), *(('input',k) for k in changed)}, sources)
-        return StepProgram(key, sources, written, changed, len(outs), consts, {j: others.get(j, ids[j]) for j in consts}, tuple(seeds), at_end)
+        const_ids = {j: unknown_seeds.get(j, ids[j]) for j in consts}
+        overwritten = {*(('state',k) for k in written), *(('input',k) for k in changed)}
+        return StepProgram(self._key(overwritten, sources), sources, written, changed, len(outs), consts, const_ids, tuple(seeds), at_end)
 
-    def _key(self, free, sources):
-        for v,s in zip(self.values, sources): _lib()._set_buffer_donation(v, s in free and v.ndim>0)
-        with _donates(): return _lib()._get_graph_hash(self.roots) if self.roots else b''
+    def _key(self, overwritten, sources):
+        "Hash of the graph, in which the inputs from sources that are `overwritten` are donated: scalars never, as torch_xla caches and shares them"
+        for v,s in zip(self.values, sources): _lib()._set_buffer_donation(v, s in overwritten and v.ndim>0)
+        with _donated_buffers(): return _lib()._get_graph_hash(self.roots) if self.roots else b''
 
     def compile(self):
         "Compile the program of the traced step, unless it is known"
-        with _donates(): _lib()._xla_warm_up_cache(self.roots, [])
+        with _donated_buffers(): _lib()._xla_warm_up_cache(self.roots, [])
 
     def finish(self, program):
-        "Run the traced step by `program`, its own; what else it has left to compute is dropped"
+        "Run the traced step by its own `program`; whatever else is pending is dropped"
         try: self._execute(program, self.values, self.roots)
         finally:
             self.roots = self.values = self.state = self.given = self.sources = self.seed = None
@@ -269,32 +294,34 @@ class StepTracer:
 
     def run(self,
         program:StepProgram,
-        state:list, # As for `begin`, with what these are now
-        given:list, # As `input` was given them
+        state:list, # The tensors of `begin`, as they are now
+        given:list, # Tensors in place of those that `input` got
     ):
-        "Run `program` again; returns its results besides what it changes. If Ctrl-C comes once it has run, `results` has a list of all"
+        "Run `program` again; returns its results besides what it changes. If Ctrl-C comes when it has run, `results` holds a list of all of them"
         self.results = []
-        ins,targets = program.inputs(state, given, self.seeds.of(program)),[*map(state.__getitem__, program.written), *map(given.__getitem__, program.changed)]
+        ins = program.inputs(state, given, self.seeds.of(program))
+        targets = [*map(state.__getitem__, program.written), *map(given.__getitem__, program.changed)]
         self.wait() # `_run_cached_graph` does too, but holds the interpreter's lock
         return self._execute(program, ins, targets)[len(targets):]
 
     def wait(self):
-        "Until the device has nothing to do; what the last program was given is let go of"
+        "Wait until the device is idle, and drop the inputs of the last program"
         _lib()._xla_wait_device_ops(self.real)
         self.used = ()
 
     def _execute(self, program, ins, targets):
-        "Run `program`, give its first results to `targets`, and return all"
+        "Run `program`, set the data of `targets` to its first results, and return all results"
         res = self.results = []
-        try: res.extend(map(_lib()._run_cached_graph, [program.key], [ins])) # so that Ctrl-C cannot lose the result, for which the state was donated
+        try: res.extend(map(_lib()._run_cached_graph, [program.key], [ins])) # one call in C: Ctrl-C cannot come between running and storing the result
         finally:
             if res:
+                # also in C, as the old values were donated, and are gone; `deque` runs the `map`
                 deque(map(setattr, targets, repeat('data'), res[0]), 0) # not `_replace_xla_tensor`, after which `t.detach()` is the old value
-                if not self.spmd: self._keep(ins, program.written, res[0])
+                if not self.spmd: self._keep_alive(ins, program.written, res[0])
                 self.seeds.set_next()
         self.results = []
         return res[0]
 
-    def _keep(self, ins, written, res):
-        "What was old is let go of while the device is at work"
+    def _keep_alive(self, ins, written, res):
+        "Hold inputs and results until the next programs run, so that their memory is freed while the device is at work"
         self.used,self.old,self.made = ins,self.made,(frozenset(written), res[:len(written)])

@@ -27,15 +27,19 @@ from .recogniser import CallRecogniser
 _needs_grad = torch.Tensor.requires_grad.__get__
 
 class BatchReplay:
-    "Replays the batches of a loop that it recognises"
-    what,training = 'training steps',True # are counted
+    "Recognises the batches of a loop by their calls of torch, and runs the program that is known for these calls instead of a new graph"
+    what,training = 'training steps',True # `what`: the unit that is counted, for the user
     def __init__(self,
         on:bool=True, # False: trace each batch
-        confirm:int=2, # How often a list of calls must have been traced
+        confirm:int=2, # How often a list of calls must have been traced before it is replayed
     ):
         self.on,self.confirm = check_bool('replay', on),check_int('confirm', confirm, at_least=1)
         self.n_replayed = self.n_traced = self.n_odd = 0
-        self.why,self.recogniser,self.remade,self.open,self.begun,self.ran = None,None,Counter(),False,False,False
+        self.why = None # why batches are traced, in words; None if they are replayed
+        self.recogniser = None # of the loop that is under way
+        self.n_remade = Counter() # of each tensor of the Learner, how many steps have replaced it by a new one
+        self.in_loop,self.in_batch = False,False
+        self.ran = False # was the last batch replayed?
         self.forget()
 
     def __reduce__(self): return type(self),(self.on,self.confirm),{k: vars(self)[k] for k in ('n_replayed','n_traced','why')} # a copy knows no programs
@@ -49,118 +53,124 @@ class BatchReplay:
     def start(self,
         learn, # A Learner at the beginning of a loop over batches
         device, # XLA device
-        waiting=(), # What is to become state at the first step, from `make_state_ahead`
-        why=None, # Why this cannot be done where `learn` is, in words
+        new_state=(), # What becomes optimizer state at the first step, from `make_state_ahead`
+        why=None, # Why this loop cannot be replayed, in words
     ):
-        "Recognise the batches of this loop, unless something stands against it"
-        self.open,self.n_odd,self.spread = True,0,None
+        "Begin a loop, and recognise its batches unless there is a reason against it"
+        self.in_loop,self.n_odd,self.spread = True,0,None
         self.why = why or (None if self.on else '`replay=False` was asked for')
         if self.why: return
-        self.recogniser,self.waiting = CallRecogniser(device),waiting
+        self.recogniser,self.new_state = CallRecogniser(device),new_state
         listen(self.recogniser)
-        self._look_at(learn)
+        self._collect_state(learn)
 
     def stop(self):
-        "The loop is over; a batch that was under way is computed as it is"
-        if not self.open: return
-        self.open = False
+        "End the loop; a batch that is under way is computed as far as it has come"
+        if not self.in_loop: return
+        self.in_loop = False
         if self.recogniser is None: return
         self.interrupt()
         stop_listening()
-        self.recogniser,self.waiting = None,()
+        self.recogniser,self.new_state = None,()
 
     def forget(self):
-        "Know nothing of the Learner any more: its tensors are to go"
-        self.trees,self.state,self.weights,self.params,self.waiting = {},[],[],[],()
-        self.spread = None # how the state is spread over cores, if that is known
+        "Drop the programs and the tensors of the Learner, so that these are freed"
+        self.trees,self.state,self.weights,self.params,self.new_state = {},[],[],[],()
+        self.spread = None # the sharding of the state, once it was asked for
 
     def interrupt(self):
-        "Have what was matched of the batch under way made for real; the rest of it is traced"
-        if not self.begun: return
-        self.begun,self.spread = False,None # who comes meanwhile, as a loader that is collected, finds nothing to interrupt
+        "Compute what the batch under way has asked for so far; the rest of it is traced"
+        if not self.in_batch: return
+        self.in_batch,self.spread = False,None # first: what follows may free a loader, which calls this again
         self.recogniser.leave()
         with without_modes(): self.recogniser.refuse('it was interrupted')
-        self._end()
+        self._end_batch()
 
-    def _end(self):
-        self.begun = False
+    def _end_batch(self):
+        self.in_batch = False
         if self.recogniser: self.recogniser.end()
 
     def _placed(self, learn): return placed_tensors(learn)
 
-    def _look_at(self, learn):
-        "The tensors that a step may change in place; others than before have other lists. What steps make anew (a buffer, say) is an input"
+    def _collect_state(self, learn):
+        "Find the tensors that a step may change in place (`state`). If they are others than before, what is known of steps is forgotten"
         mods = [m for o in learner_modules(learn) for m in o.modules()]
         buffers = {id(t) for m in mods for t in m._buffers.values()}
-        placed = {id(t): t for t in (*(t for k,t in self._placed(learn).items() if self.remade[k]<2), *self.waiting)}
-        state = sorted(placed.values(), key=lambda t: id(t) in buffers) # these last, as in torch_xla's own steps: XLA packs memory by the order
+        lasting = [t for k,t in self._placed(learn).items() if self.n_remade[k]<2] # a tensor that steps replace by a new one (a buffer, say) is an input
+        placed = {id(t): t for t in (*lasting, *self.new_state)}
+        state = sorted(placed.values(), key=lambda t: id(t) in buffers) # buffers last, as in torch_xla's own steps: XLA packs memory by the order
         self.params = [*dict.fromkeys(p for m in mods for p in m._parameters.values() if p is not None)] if self.training else []
         ids = buffers.union(id(p) for m in mods for p in m._parameters.values())
-        self.numbers = [i for i,t in enumerate(state) if id(t) in ids]
+        self.numbers = [i for i,t in enumerate(state) if id(t) in ids] # indices of `weights`
         self.weights = [state[i] for i in self.numbers]
         if [*map(id, state)]!=[*map(id, self.state)]: self.state,self.trees,self.spread = state,{},None
 
     # ---- a batch
 
-    def takes(self, dl, i): return dl.is_even(i)
+    def can_replay(self, dl, i): return dl.is_even(i)
 
-    def _kind(self, learn):
-        "What decides about a step before its first call"
+    def _step_key(self, learn):
+        "What decides, before its first call, which steps a batch can be like: lists of calls are kept by this key"
         flags = torch.is_grad_enabled(),torch.is_inference_mode_enabled(),torch.get_default_dtype(),torch.are_deterministic_algorithms_enabled()
         if self.spread is None: self.spread = self.recogniser.tracer.spread(self.state)
         return *flags,self.spread,learn.dl.n_real,*map(_needs_grad, self.params),*(p.grad is not None for p in self.params)
 
     def begin(self, learn, i):
-        "Batch `i` begins"
-        if self.begun: return # a batch that is taken in the middle of another is part of it
+        "Begin batch `i`"
+        if self.in_batch: return # a batch that is taken within another one is part of that
         self.ran = False
-        if not self.open or self.why or not self.takes(learn.dl, i): return # a batch outside of the loops, as TensorBoardCallback has, is traced
-        with without_modes(): self.begun = bool(self._begin(learn))
-        if self.begun: self.recogniser.enter()
+        # a batch outside of a loop, such as TensorBoardCallback takes, is traced as well
+        if not self.in_loop or self.why or not self.can_replay(learn.dl, i): return
+        with without_modes(): self.in_batch = bool(self._begin_batch(learn))
+        if self.in_batch: self.recogniser.enter()
 
-    def _begin(self, learn):
-        if why := self._foreign(): return self._odd(why)
+    def _begin_batch(self, learn):
+        "Have the recogniser match or trace this batch; False or None if it cannot be replayed"
+        if why := self._why_not_replayable(): return self._count_unreplayable(why)
         rec = self.recogniser
-        tree = self.trees.setdefault(self._kind(learn), CallTree())
-        if self.training and rec.tracer.has_others(self.weights, self.numbers): return self._odd('something keeps `detach()` or `data` of a weight')
-        trace = not tree.ready
+        tree = self.trees.setdefault(self._step_key(learn), CallTree())
+        if self.training and rec.tracer.has_others(self.weights, self.numbers):
+            return self._count_unreplayable('something keeps `detach()` or `data` of a weight')
+        trace = not tree.ready # else the batch is matched against the calls that are known
         if trace:
-            self._look_at(learn)
-            tree = self.trees.setdefault(self._kind(learn), CallTree())
+            self._collect_state(learn) # a traced step may have replaced tensors
+            tree = self.trees.setdefault(self._step_key(learn), CallTree())
         rec.tracer.sync_others(learn.dl.sync)
-        if learn.dl.batch_draws is not nullcontext: rec.tracer.wait() # not while transforms draw, where replicas draw one by one
+        if learn.dl.batch_draws is not nullcontext: rec.tracer.wait() # here, not while the transforms draw: replicas draw one after another then
         rec.begin(tree, self.state, self.params, self.weights, trace)
         return True
 
-    def _foreign(self):
-        "What of others' must run in each step, and no call tells of, in words"
+    def _why_not_replayable(self):
+        "What must run in each step although no recognised call shows it, in words; None if there is nothing"
         if _get_current_dispatch_mode_stack(): return 'a dispatch mode sees what each call computes'
         if _saved_hooks(False): return 'hooks on the tensors that the backward pass keeps must run in each step'
         if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self.params): return 'a parameter has a hook, which must run in each step'
 
     def end(self, learn):
-        "A batch ends: run what it has left to compute"
-        if self.begun: self.recogniser.leave()
-        with without_modes(): self._finish(learn)
-        self._end()
+        "End a batch: run what is pending of it"
+        if self.in_batch: self.recogniser.leave()
+        with without_modes(): self._run_batch(learn)
+        self._end_batch()
 
-    def _finish(self, learn):
-        if self.begun and 'loss' in vars(learn): learn.loss_grad = learn.loss
-        if self.begun and self.recogniser.is_known(self.confirm):
+    def _run_batch(self, learn):
+        "Run the batch by a known program; else by the one it was traced into; else as torch_xla does"
+        if self.in_batch and 'loss' in vars(learn): learn.loss_grad = learn.loss
+        if self.in_batch and self.recogniser.is_known(self.confirm):
             self.spread = self.recogniser.last_match.step.spread
             learn.dl.sync(self.recogniser.run)
             self.ran,self.n_replayed,self.n_odd = True,self.n_replayed+1,0
         else:
-            if self.begun: self.recogniser.fall_back('something keeps another tensor')
-            if not self._close(learn): learn.dl.sync()
+            if self.in_batch: self.recogniser.fall_back('something keeps another tensor')
+            if not self._run_traced_batch(learn): learn.dl.sync()
             self.spread = None
             self.n_traced += 1
 
-    def _close(self, learn):
-        "Run the traced step by its program; False if it has none that can be run again"
-        if not self.begun: return False
+    def _run_traced_batch(self, learn):
+        "Run the traced batch by its own program, and remember that; False if it has none that could run again"
+        if not self.in_batch: return False
         rec = self.recogniser
-        if (closed := rec.close(tensors_of([vars(learn).get(k) for k in ('pred','loss')]))) is None or not self._knows_all(learn): return self._odd(rec.why)
+        closed = rec.close(tensors_of([vars(learn).get(k) for k in ('pred','loss')]))
+        if closed is None or not self._knows_all_tensors(learn): return self._count_unreplayable(rec.why)
         step,aliases = closed
         def run():
             rec.tracer.compile()
@@ -170,35 +180,35 @@ class BatchReplay:
             step.spread = rec.tracer.spread(self.state)
             return differs
         try: differs = learn.dl.sync(run)
-        except ValueError: return False # the compiler refuses it, and says so again
+        except ValueError: return False # the compiler refuses it; the caller runs it as it is, which raises the error for the user
         rec.tree.ready = rec.tree.ready or step.seen>=self.confirm
-        self._odd(differs and f'no step is like the one before: {rec.missed or differs}')
-        missed,tree = rec.missed,rec.tree
+        self._count_unreplayable(differs and f'no step is like the one before: {rec.missed or differs}')
+        tree = rec.tree # before `end` drops it
         rec.end()
         tree.renew(self.state)
         return True
 
-    def _knows_all(self, learn):
-        "Has the step made no tensor of model or optimizer that is not one of its results?"
+    def _knows_all_tensors(self, learn):
+        "Is each new tensor of model or optimizer a result of the step's program? One that is not would be lost in a replay"
         placed = self._placed(learn)
-        self.remade.update(k for k,t in placed.items() if self.recogniser.is_result(t))
-        lost = next((k for k,t in placed.items() if not self.recogniser.is_named(t) and pending([t])), None)
-        if lost is None: return True
-        self.recogniser.refuse(f'each step makes another `{lost[-1]}`')
-        self.trees = {} # the next step knows it as a tensor of the state
+        self.n_remade.update(k for k,t in placed.items() if self.recogniser.is_result(t))
+        missed = next((k for k,t in placed.items() if not self.recogniser.is_named(t) and pending([t])), None)
+        if missed is None: return True
+        self.recogniser.refuse(f'each step makes another `{missed[-1]}`')
+        self.trees = {} # so that the next step begins with it as a tensor of the state
 
-    def _odd(self, why):
-        "Count the steps in a row that are traced for a reason; after several, trace all"
+    def _count_unreplayable(self, why):
+        "Count the steps in a row that could not be replayed, if `why` says so; after several, trace the whole loop. Returns False for the caller to return"
         if not why: return False
         self.n_odd += 1
         if self.n_odd>3*self.confirm: self.why = why
         return False
 
 class ValidReplay(BatchReplay):
-    "Replays the batches of a validation, all but a last one that is padded"
+    "Replays the batches of a validation, but not a padded last one"
     what,training = 'batches of validation',False
-    def _placed(self, learn): return {k: t for k,t in placed_tensors(learn).items() if isinstance(k[0], int)} # all but the optimizer's
-    def takes(self, dl, i): return dl.n_real is None
+    def _placed(self, learn): return {k: t for k,t in placed_tensors(learn).items() if isinstance(k[0], int)} # without the optimizer's state
+    def can_replay(self, dl, i): return dl.n_real is None
 
 # %% ../../nbs/446_train.replay.ipynb #is-long
 def is_long(
