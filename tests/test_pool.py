@@ -316,7 +316,7 @@ class Processes(TPUPool):
         super().__init__(n)
         self._env = {**self._env, 'PYTHONPATH': str(path), **env}
         (path/'sitecustomize.py').write_text('import os, torch_xla.runtime as xr\nxr.global_ordinal = lambda: int(os.environ["TEST_RANK"])')
-    def _start(self, i, n, env, backend): return start_process(i, n, dict(env, TEST_RANK=str(n-1-i)), backend)
+    def _start_process(self, i, n, env, backend): return start_process(i, n, dict(env, TEST_RANK=str(n-1-i)), backend)
 
 @pytest.fixture(scope='module')
 def procs(tmp_path_factory):

@@ -21,25 +21,28 @@ from ..patches.grads import has_grad
 from .serialization import as_bytes, map_memory, ValuePickler
 
 # %% ../../nbs/545_launch.shared.ipynb #kinds
-own_attributes = {} # names of attributes that are each side's own, by class
-_data = DataLoader,DataLoaders,Datasets,TfmdLists # what they hold is not looked at
-_training = Learner,nn.Module,_BaseOptimizer,torch.optim.Optimizer # of a function that has failed, half trained
+own_attributes = {} # names of attributes that each process has its own values of, by class: they are not copied back
+_data_types = DataLoader,DataLoaders,Datasets,TfmdLists # what they hold is not watched: it may be large, and training does not change it
+_trained_types = Learner,nn.Module,_BaseOptimizer,torch.optim.Optimizer # not copied back from a function that has failed: they are half trained
 _missing = object()
 
-def _is_ours(v): return (getattr(v if isinstance(v, (type,FunctionType)) else type(v), '__module__', None) or '').startswith('fastai_xla')
+def _is_from_fastai_xla(v):
+    "Is `v` a class or function of this package, or an object of such a class?"
+    owner = v if isinstance(v, (type,FunctionType)) else type(v)
+    return (getattr(owner, '__module__', None) or '').startswith('fastai_xla')
 
 # %% ../../nbs/545_launch.shared.ipynb #changes
 @dataclass
 class Changes:
-    "What became of objects that both sides have, and what a function returned"
+    "How a function has changed the objects that the caller also has, each known by its number, and what it returned"
     tensors:dict # By number: (value on the host, does it require a gradient, has it one)
-    packed:bytes # ([(number, what, value)] of others, the result); refers to objects by their numbers
+    packed:bytes # Pickle of ([(number, kind of change, value)] for other objects, the result); objects that both sides have stand in it as numbers
     extra:list # Tensors of the device that `packed` refers to: (value, is it a parameter, does it require a gradient)
-    left:list # Names of what cannot be sent
+    unsendable:list # Names of what cannot be sent
 
 # %% ../../nbs/545_launch.shared.ipynb #pickler
 class _Pickler(ValuePickler):
-    "Writes the numbers of objects that both sides have, and notes tensors of the device"
+    "Pickles objects that both sides have as their numbers, and tensors of the device as places in `tensors`, which are sent apart"
     def __init__(self, file, numbers):
         super().__init__(file)
         self.numbers,self.tensors = numbers,{}
@@ -49,6 +52,7 @@ class _Pickler(ValuePickler):
         if on_xla(o): return 'device', self.tensors.setdefault(id(o), (len(self.tensors), o))[0]
 
 class _Unpickler(pickle.Unpickler):
+    "Puts the objects of this side, and the tensors that were sent apart, where `_Pickler` wrote numbers"
     def __init__(self, file, objects, extra):
         super().__init__(file)
         self.objects,self.extra = objects,extra
@@ -56,7 +60,7 @@ class _Unpickler(pickle.Unpickler):
 
 # %% ../../nbs/545_launch.shared.ipynb #watched
 class WatchedObjects:
-    "Objects of this rank that who has sent them has too, and what they held when they came"
+    "Watches the objects that the caller has sent to this rank, to tell later what has changed: it keeps what containers held, and fingerprints of the rest"
     def __init__(self,
         objects:dict, # What came, by number
         owners:list, # Globals, classes and functions of the user's
@@ -64,32 +68,38 @@ class WatchedObjects:
         maps:dict, # Memory that is shared: (path, bytes) by address
     ):
         known = {id(o): i for i,o in objects.items() if not is_atom(o)}
-        self.objects,self.before,self.marks,self.tensors,self.replaced = {},{},{},{},{}
-        self.kept = [o for o in objects.values() if isinstance(o, (type,FunctionType,ModuleType))] # an `id` means something while its object lives
-        self.numbers,self.done = {id(o): known[id(o)] for o in self.kept},False
-        self.spaces = {id(o) for o in owners if isinstance(o, dict)}
-        self._walk(owners, known, _training)
-        self.told_on_failure = {*self.objects} # from what is trained: it is told even if the function fails
-        self._walk([*owners, *shared], known)
+        self.objects = {} # watched objects, by number
+        self.before = {} # (class, what it held) of each container, by number
+        self.fingerprints = {} # of each other object, by number
+        self.tensors,self.replaced = {},{}
+        self.kept = [o for o in objects.values() if isinstance(o, (type,FunctionType,ModuleType))] # an `id` is valid while its object lives
+        self.numbers = {id(o): known[id(o)] for o in self.kept} # number of each object that both sides have, by `id`
+        self.done = False # has the function returned?
+        self.namespaces = {id(o) for o in owners if isinstance(o, dict)} # the globals of modules
+        self._watch_all(owners, known, _trained_types)
+        self.sent_on_failure = {*self.objects} # all but what is trained: sent even if the function fails
+        self._watch_all([*owners, *shared], known)
         for i,o in self.objects.items():
-            if i not in self.before: self.marks[i] = self._mark(o, maps)
+            if i not in self.before: self.fingerprints[i] = self._fingerprint(o, maps)
 
-    def _walk(self, roots, known, leave=()):
+    def _watch_all(self, roots, known, leave=()):
+        "Watch the objects of `known` that can be reached from `roots`, but not through those of the classes `leave`"
         seen,todo = set(),[*roots]
         while todo:
             o = todo.pop()
             if id(o) in seen or is_atom(o) or isinstance(o, leave): continue
             seen.add(id(o))
-            if isinstance(o, _data): self._number_data(o, known)
-            elif not isinstance(o, ModuleType): todo += self._note(o, known)
+            if isinstance(o, _data_types): self._number_data(o, known)
+            elif not isinstance(o, ModuleType): todo += self._watch_container(o, known)
 
     def _number_data(self, o, known):
+        "Know a loader and its dataset by their numbers, without watching them"
         for v in (o, getattr(o, 'dataset', None)):
             if id(v) in known: self.numbers[id(v)] = known[id(v)]
             self.kept.append(v)
 
-    def _note(self, o, known):
-        "Note what `o` holds, which is returned"
+    def _watch_container(self, o, known):
+        "Watch `o` if the caller has it; returns what it holds"
         held = self.held(o)
         i = None if isinstance(o, tuple) else known.get(id(o))
         if i is not None:
@@ -99,25 +109,28 @@ class WatchedObjects:
         return held if isinstance(held, list) else held.values() if held else ()
 
     def held(self, o):
-        "What `o` holds, without what stays here"
+        "What `o` holds, without what is not to be copied back"
         res = contents(o)
-        if isinstance(res, list): return [v for v in res if self._counts(v)]
+        if isinstance(res, list): return [v for v in res if self._is_followed(v)]
         if res is None: return
         res.update(self.replaced.get(id(o), {}))
-        gone = {k for c,ks in own_attributes.items() if isinstance(o, c) for k in ks}
-        if id(o) in self.spaces: gone |= {k for k in res if k[:2]=='__'}
-        return {k: v for k,v in res.items() if not (gone and k in gone) and self._counts(v)}
+        left_out = {k for c,ks in own_attributes.items() if isinstance(o, c) for k in ks}
+        if id(o) in self.namespaces: left_out |= {k for k in res if k[:2]=='__'}
+        return {k: v for k,v in res.items() if not (left_out and k in left_out) and self._is_followed(v)}
 
-    def _counts(self, v): return v is not _missing and (id(v) in self.numbers or not _is_ours(v))
+    def _is_followed(self, v):
+        "Is `v` copied back? Not what this package has put in for the run"
+        return v is not _missing and (id(v) in self.numbers or not _is_from_fastai_xla(v))
 
-    # how it is seen that a value that is no container has changed
-    def _mark(self, o, maps):
-        mark = self._pristine(o, maps)
-        if mark is None: mark = self._digest(o)
-        return (mark, o.requires_grad, has_grad(o)) if isinstance(o, torch.Tensor) else mark
+    # how a change of an object that is no container is noticed
+    def _fingerprint(self, o, maps):
+        "What `o` is compared with later: its original value where that costs no memory, else a digest; of a tensor also its flags"
+        original = self._map_original(o, maps)
+        value = self._digest(o) if original is None else original
+        return (value, o.requires_grad, has_grad(o)) if isinstance(o, torch.Tensor) else value
 
-    def _pristine(self, o, maps):
-        "What `o` has come as, where its memory is mapped: pages that nobody writes are shared"
+    def _map_original(self, o, maps):
+        "The value that `o` came with, mapped once more from its file, if it is in mapped memory: pages that nobody writes are shared, so it costs none"
         if isinstance(o, torch.Tensor):
             if o.device.type=='cpu' and (m := maps.get(o.untyped_storage().data_ptr())):
                 return torch.empty(0, dtype=o.dtype).set_(map_memory(*m), o.storage_offset(), o.shape, o.stride())
@@ -125,38 +138,42 @@ class WatchedObjects:
             return np.ndarray(o.shape, o.dtype, as_bytes(map_memory(*m)), strides=o.strides)
 
     def _digest(self, o):
-        number = self.numbers.pop(id(o), None) # else it were named, and the same for ever
+        "A digest of the contents of `o`"
+        number = self.numbers.pop(id(o), None) # else its pickle would be its number, whatever it holds
         try: return digest(states[type(o)][0](o) if type(o) in states else o, lambda f: _Pickler(f, self.numbers))
         finally:
             if number is not None: self.numbers[id(o)] = number
 
-    def _is_as_it_came(self, o, mark): return same_numbers(o, mark) if isinstance(mark, (np.ndarray,torch.Tensor)) else mark==self._digest(o)
+    def _is_unchanged(self, o, value):
+        "Is `o` equal to the `value` of its fingerprint?"
+        return same_numbers(o, value) if isinstance(value, (np.ndarray,torch.Tensor)) else value==self._digest(o)
 
     # what has changed
     def changes(self,
         result=None, # What is sent with them
         replaced=None # In the middle of a run: (owner, name) of what is replaced for a while, and what the owner itself has, if anything
     ):
-        "The `Changes` until now; of a function that has failed without what it was training"
+        "The `Changes` until now; if the function has failed, without what it was training"
         self.replaced = {}
-        for o,k,*own in replaced or (): self.replaced.setdefault(id(o), {}).setdefault(k, own[0] if own else _missing)
-        chosen = self.objects if self.done or replaced is not None else {i: o for i,o in self.objects.items() if i in self.told_on_failure}
-        self._follow_moved()
-        try: entries,new,left = *self._entries(chosen), []
-        except Exception as e: entries,new,left = [],{},[f'all but weights ({type(e).__name__}: {e})']
-        packed,extra,more = self._pack(entries, result, {k: v for k,v in self.numbers.items() if k not in new})
+        for owner,name,*own in replaced or (): self.replaced.setdefault(id(owner), {}).setdefault(name, own[0] if own else _missing)
+        has_failed = not self.done and replaced is None
+        chosen = {i: o for i,o in self.objects.items() if i in self.sent_on_failure} if has_failed else self.objects
+        self._follow_moved_tensors()
+        try: entries,new,unsendable = *self._entries(chosen), []
+        except Exception as e: entries,new,unsendable = [],{},[f'all but weights ({type(e).__name__}: {e})']
+        packed,extra,refused = self._pack(entries, result, {k: v for k,v in self.numbers.items() if k not in new})
         watched = {i: t for i,t in self.tensors.items() if i in chosen}
         hosts = to_host([*watched.values(), *extra])
-        return Changes(self._changed_tensors(watched, hosts), packed, [_without_device(*o) for o in zip(hosts[len(watched):], extra)], left+more)
+        return Changes(self._changed_tensors(watched, hosts), packed, [_without_device(*o) for o in zip(hosts[len(watched):], extra)], unsendable+refused)
 
     def _entries(self, chosen):
-        "(number, what, value) of all but tensors, and what can only be sent as another object"
-        others = [(i,o) for i,o in chosen.items() if i in self.marks and i not in self.tensors and not self._is_as_it_came(o, self.marks[i])]
+        "([(number, kind of change, value)] of all but tensors, ids of objects that have changed and can only be sent as new objects)"
+        others = [(i,o) for i,o in chosen.items() if i in self.fingerprints and i not in self.tensors and not self._is_unchanged(o, self.fingerprints[i])]
         new = {id(o) for _,o in others if type(o) not in states}
         return [(i, 'state', states[type(o)][0](o)) for i,o in others if type(o) in states] + [*self._changed_containers(chosen, new)], new
 
-    def _follow_moved(self):
-        "A tensor that stands where another stood, which stands nowhere now, is that one: a move to the device has made it anew"
+    def _follow_moved_tensors(self):
+        "Give the number of a parameter or buffer to the tensor that has taken its place: a move to the device has made that one anew"
         dicts = [d for m in self.objects.values() if isinstance(m, nn.Module) for d in (m._parameters, m._buffers)]
         placed = {id(t) for d in dicts for t in d.values()}
         for d in dicts:
@@ -168,12 +185,14 @@ class WatchedObjects:
                 self.tensors[i] = t
 
     def _differs(self, a, b, new):
+        "Is `b`, which stands where `a` stood, another object, or one that is sent as a new one?"
         if a is b: return id(b) in new
         if is_atom(b): return type(a) is not type(b) or a!=b
         n = self.numbers.get(id(a))
         return n is None or n!=self.numbers.get(id(b))
 
     def _changed_containers(self, chosen, new):
+        "Yield (number, kind of change, value) for each container that holds something else now, or has another class"
         for i,o in chosen.items():
             if i not in self.before: continue
             (cls,before),now = self.before[i],self.held(o)
@@ -183,48 +202,52 @@ class WatchedObjects:
                 continue
             changed = {k: v for k,v in now.items() if k not in before or self._differs(before[k], v, new)}
             gone = [k for k in before if k not in now]
-            if isinstance(o, dict) and id(o) not in self.spaces:
+            if isinstance(o, dict) and id(o) not in self.namespaces:
                 if changed or gone or [*map(id, now)]!=[*map(id, before)]: yield i, 'items', now
             else:
                 yield from ((i, ('name', k), v) for k,v in changed.items())
                 if gone and not isinstance(o, (dict,type,FunctionType)): yield i, 'gone', gone
 
     def _pack(self, entries, result, numbers):
-        "`entries` and the result as bytes, the tensors that they refer to, and the names of entries that cannot be sent"
+        "(Pickle of `entries` and the result, tensors of the device in it, names of entries that cannot be pickled and are left out)"
         def dump(es, result=None):
             f = io.BytesIO()
             p = _Pickler(f, numbers)
             p.dump((es, result))
             return f.getvalue(),[o for _,o in p.tensors.values()]
-        left = []
-        try: return *dump(entries, result), left
-        except Exception: dump([], result)
-        bad = {id(e) for e in entries if refusal(dump, [e])}
-        left = [_name(self.objects[i], what, v) for e in entries if id(e) in bad for i,what,v in [e]]
-        return *dump([e for e in entries if id(e) not in bad], result), left
+        try: return *dump(entries, result), []
+        except Exception: dump([], result) # raises if it is the result that cannot be pickled
+        refused = {id(e) for e in entries if refusal(dump, [e])}
+        names = [_describe_entry(self.objects[i], what, v) for i,what,v in (e for e in entries if id(e) in refused)]
+        return *dump([e for e in entries if id(e) not in refused], result), names
 
     def _changed_tensors(self, watched, hosts):
+        "(Value on the host, flags) of each tensor of `watched` that has changed, by number; `hosts` are their values"
         res = {}
         for (i,t),h in zip(watched.items(), hosts):
-            (mark,*flags),now = self.marks[i],[t.requires_grad, has_grad(t)]
-            if now!=flags or not self._is_as_it_came(h, mark): res[i] = h.detach().as_subclass(torch.Tensor),*now
+            (value,*flags),now = self.fingerprints[i],[t.requires_grad, has_grad(t)]
+            if now!=flags or not self._is_unchanged(h, value): res[i] = h.detach().as_subclass(torch.Tensor),*now
         return res
 
 # %% ../../nbs/545_launch.shared.ipynb #helpers
 def _without_device(h, t): return h.detach(), isinstance(t, nn.Parameter), t.requires_grad and t.is_leaf
-def _name(o, what, v): return f'{what[1].split()[-1]} ({type(v).__name__})' if isinstance(what, tuple) else type(o).__name__
+def _describe_entry(o, what, v):
+    "What the user reads of an entry that cannot be copied"
+    return f'{what[1].split()[-1]} ({type(v).__name__})' if isinstance(what, tuple) else type(o).__name__
 
 # %% ../../nbs/545_launch.shared.ipynb #apply
 @torch.no_grad()
 def _set_tensor(t, h, requires_grad, with_grad):
+    "Set the value and the flags of `t` in place; a gradient has no value on the way, so it becomes zeros"
     if t.shape==h.shape and t.dtype==h.dtype: t.copy_(h)
     else: t.data = h
     if t.is_leaf: t.requires_grad_(requires_grad)
     if with_grad!=has_grad(t): t.grad = torch.zeros_like(t) if with_grad else None
 
-def _tensor(h, is_parameter, requires_grad): return nn.Parameter(h, requires_grad) if is_parameter else h.requires_grad_(requires_grad)
+def _make_tensor(h, is_parameter, requires_grad): return nn.Parameter(h, requires_grad) if is_parameter else h.requires_grad_(requires_grad)
 
-def _apply(o, what, v):
+def _apply_entry(o, what, v):
+    "Make the change `what` of the object `o`"
     if what=='class': o.__class__ = v
     elif what=='state': states[type(o)][1](o, v)
     elif what=='items': refill(o, v)
@@ -236,14 +259,14 @@ def apply_changes(
     changes:Changes,
     objects:dict, # Those of this side, by number
 ):
-    "Have the objects here be what they have become, weights first, whatever fails then; returns the result"
+    "Change the objects of this side as `changes` say, weights first, so that they come whatever fails then; returns the function's result"
     for i,o in changes.tensors.items(): _set_tensor(objects[i], *o)
-    left = list(changes.left)
-    try: entries,res = _Unpickler(io.BytesIO(changes.packed), objects, [_tensor(*o) for o in changes.extra]).load()
-    except Exception as e: (entries,res),left = ([], None),[*left, f'all but weights ({type(e).__name__}: {e})']
+    unsendable = list(changes.unsendable)
+    try: entries,res = _Unpickler(io.BytesIO(changes.packed), objects, [_make_tensor(*o) for o in changes.extra]).load()
+    except Exception as e: (entries,res),unsendable = ([], None),[*unsendable, f'all but weights ({type(e).__name__}: {e})']
     for i,what,v in entries:
-        try: _apply(objects[i], what, v)
-        except Exception as e: left.append(f'{_name(objects[i], what, v)} ({type(e).__name__}: {e})')
-    if left: warnings.warn(f"These objects changed on the cores, and could not be copied back: {', '.join(dict.fromkeys(left))}. "
+        try: _apply_entry(objects[i], what, v)
+        except Exception as e: unsendable.append(f'{_describe_entry(objects[i], what, v)} ({type(e).__name__}: {e})')
+    if unsendable: warnings.warn(f"These objects changed on the cores, and could not be copied back: {', '.join(dict.fromkeys(unsendable))}. "
         'Only what pickle can send is copied back.')
     return res

@@ -12,7 +12,7 @@ import os, signal, sys, time
 from contextlib import suppress
 from ..runtime.signals import proc_stat
 from ..runtime.args import check_number
-from .launcher import awake
+from .launcher import awake_seconds
 from .messages import LaunchError, Result
 from .worker import stacks_file
 
@@ -58,22 +58,22 @@ class Watchdog:
     def watch(self, stop, procs):
         "Watch a run on the `Processes` `procs`; this is asked in place of `stop`, which it asks"
         self.stop,self.procs,self.done = stop,procs,set()
-        self.moved = self.looked = awake()
+        self.moved = self.looked = awake_seconds()
         self.cpu = self._computed()
         return self
 
     def _computed(self): return {p.pid: _usage(p.pid)[1] for p in self.procs.procs}
 
-    def heard(self, msg):
+    def note_message(self, msg):
         "Any message shows that something moves"
-        self.stop.heard(msg)
-        self.moved = awake()
+        self.stop.note_message(msg)
+        self.moved = awake_seconds()
         if isinstance(msg, Result): self.done.add(msg.rank)
 
     def check(self):
         "Raise `LaunchError` when it is time"
         self.stop.check()
-        now = awake()
+        now = awake_seconds()
         if now-self.looked<min(1, self.seconds/8): return
         cpu = self._computed()
         if any(v-self.cpu[k]>.1*(now-self.looked) for k,v in cpu.items()): self.moved = now # a tenth of a core is more than waiting takes

@@ -23,23 +23,23 @@ from .messages import Failed, Hello, Idle, Pause, PausedAt, Posted, Printed, Res
 
 # %% ../../nbs/560_launch.worker.ipynb #vote
 class StopVote:
-    "How often this rank has asked whether to stop, and at which count the answer is yes"
+    "Answers this rank's question whether to stop. Ranks ask at the same points, so that a yes at the same count stops them at the same batch"
     def __init__(self):
         self.cv = threading.Condition()
         self.begin()
 
     def begin(self):
-        "A function starts: it has not asked"
+        "Begin a run, in which nobody has asked yet"
         with self.cv: self.asked,self.paused,self.stop_at = 0,False,float('inf')
 
     def pause(self):
-        "Wait at the next question; returns how often the rank has asked"
+        "Hold the next question until `decide`; returns how often the rank has asked"
         with self.cv:
             self.paused = True
             return self.asked
 
     def decide(self, n):
-        "Stop at the `n`th question"
+        "Answer the `n`th question with yes, and earlier ones with no"
         with self.cv:
             self.paused,self.stop_at = False,n
             self.cv.notify_all()
@@ -53,30 +53,33 @@ class StopVote:
 
 # %% ../../nbs/560_launch.worker.ipynb #worker
 class Worker:
-    "This process of a pool: the way to its parent, what is to be run, and when to stop"
-    now = None
+    "One rank of a pool, which is this process: a thread receives the parent's messages, the main thread runs what they send"
+    now = None # the `Worker` of this process
     def __init__(self, conn, rank, backend):
         self.conn,self.rank,self.backend,self.pid,self.watched,self.owners = conn,rank,backend,os.getpid(),None,()
-        self.lock,self.jobs,self.vote = threading.Lock(),queue.SimpleQueue(),StopVote()
+        self.lock,self.vote = threading.Lock(),StopVote()
+        self.jobs = queue.SimpleQueue() # `Run` messages, from the thread that receives to the main thread; None: end
 
     def send(self, msg):
         with self.lock: self.conn.send_bytes(pickle.dumps(msg))
 
     # the parent's messages, in a thread of their own
     def listen(self, parent):
-        "Take what the parent sends, until it ends"
+        "Handle what the parent sends, until the connection closes or the parent is gone; then end this process and its children"
         try:
-            while True: self._hear(self._receive(parent))
+            while True: self._handle_message(self._receive(parent))
         except (EOFError, OSError): self.jobs.put(None)
-        time.sleep(3)
+        time.sleep(3) # for the main thread to end by itself
         os.killpg(0, signal.SIGKILL)
 
     def _receive(self, parent):
+        "Wait for the next message; raises `EOFError` if this process has another parent by now, since `parent` has ended"
         while not self.conn.poll(2):
             if os.getppid()!=parent: raise EOFError
         return pickle.loads(self.conn.recv_bytes())
 
-    def _hear(self, msg):
+    def _handle_message(self, msg):
+        "Answer a question about stopping at once; leave a `Run` to the main thread"
         if isinstance(msg, Pause): self.send(PausedAt(msg.run_id, self.vote.pause()))
         elif isinstance(msg, StopAt): self.vote.decide(msg.n)
         else:
@@ -86,25 +89,27 @@ class Worker:
     # a run
     def run(self, run):
         "Call the function of a `Run`, and send what it returned or raised"
-        _forget_edited()
+        _drop_edited_modules()
         with Received(self.rank==0) as received, Loans() as loans:
-            try: self.send(Result(self.rank, self._result(run, received, loans)))
+            try: self.send(Result(self.rank, self._call_function(run, received, loans)))
             except BaseException as e:
                 self.send(Failed.of(self.rank, e, self._changes()))
+                # free the tensors and the graph that the failed function has left, so that the rank can run the next one
                 traceback.clear_frames(e.__traceback__)
                 self.backend.drop()
             finally: self.watched,self.owners = None,()
-        _forget_edited()
+        _drop_edited_modules()
         gc.collect()
         self.backend.finish()
         self.send(Idle(run.run_id))
 
-    def _result(self, run, received, loans):
+    def _call_function(self, run, received, loans):
+        "Call the function of `run` in the caller's setup; returns its result, pickled, on the main rank with the `Changes` of the caller's objects"
         apply_caller_setup(run)
         (fn,args,shared),objects = unpack_call(run.call, received, loans)
         self.owners = received.owners(objects)
         if received.is_main: self.watched = WatchedObjects(objects, self.owners, shared, received.maps)
-        del objects
+        del objects # so that `fn` can free what it was sent
         with self.backend.running():
             res = fn(self.rank, *args)
             self.backend.finish()
@@ -112,7 +117,7 @@ class Worker:
         try: return dumps(self.watched.changes(res) if self.watched else res)
         except Exception as e: raise unpicklable_error(e, result=res) from None
 
-    def _changes(self): return self.watched and self.watched.changes()
+    def _changes(self): return self.watched and self.watched.changes() # None on all ranks but the main one
 
 # %% ../../nbs/560_launch.worker.ipynb #post
 def this_worker():
@@ -145,19 +150,20 @@ def stop_requested():
     return w is not None and w.vote.ask()
 
 # %% ../../nbs/560_launch.worker.ipynb #settings
+# functions that read a setting, each with that which sets it; and attributes of modules that are settings
 _settings = [(torch.get_default_dtype, torch.set_default_dtype), (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
     (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms), (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)]
 _flags = ('PIL.ImageFile','LOAD_TRUNCATED_IMAGES'), ('PIL.Image','MAX_IMAGE_PIXELS')
 
 def settings_now():
-    "Settings of libraries that a notebook changes, as they are here"
+    "Settings of torch, PIL and fastai that a notebook may have changed, for `apply_settings` in another process"
     flags = {(m,k): getattr(sys.modules[m], k) for m,k in _flags if m in sys.modules}
     return [get() for get,_ in _settings], flags, dict(vars(defaults))
 
 def apply_settings(
     settings # From `settings_now` of another process
 ):
-    "Have them here too"
+    "Set them in this process"
     values,flags,fastai = settings
     for (get,put),v in zip(_settings, values):
         if get()!=v: put(v)
@@ -165,8 +171,8 @@ def apply_settings(
     vars(defaults).update(fastai)
 
 # %% ../../nbs/560_launch.worker.ipynb #settle
-def _import(modules):
-    "Import `modules`, whose objects the garbage collector need not look at, now or later: that took a fifth of the time"
+def _import_modules(modules):
+    "Import `modules` without garbage collection, and exempt their objects from it for good: it took a fifth of the time"
     if all(o in sys.modules for o in modules): return
     gc.disable()
     try: [importlib.import_module(o) for o in modules]
@@ -177,31 +183,31 @@ def _import(modules):
 def apply_caller_setup(
     run, # A `Run`
 ):
-    "Have this process be where the caller of `run` is, with what is imported there"
+    "Set folder, import path and cell sources of this process to the caller's, and import the modules that the caller has"
     os.chdir(run.folder)
     sys.path[:] = run.path
     linecache.cache.update(run.sources)
-    _import(run.modules)
+    _import_modules(run.modules)
 
 def unpack_call(
     call, # Of a `Run`
     received:Received, # Entered
     loans:Loans, # By which patches are undone
 ):
-    "(Function, arguments, those that are shared) and all objects that came, by number; the caller's patches and settings are in force"
+    "Unpickle a call, apply the caller's patches and settings; returns (function, arguments, shared ones), and all objects that came, by number"
     (fn,args,shared,patches,settings),objects = received.load(call)
     for owner,name,v in patches: loans.put(owner, name, v)
     apply_settings(settings)
     return (fn,args,shared),objects
 
-_read = {}
+_mtimes = {} # of the user's modules when they were imported, by name
 
-def _forget_edited():
-    "A module of the user whose file was edited since is read again by who imports it"
+def _drop_edited_modules():
+    "Drop the user's modules whose files were edited since: the next import reads them again"
     for m in users_modules():
-        with suppress(OSError, TypeError, AttributeError):
-            read = os.stat(m.__file__).st_mtime_ns
-            if _read.setdefault(m.__name__, read)!=read: del sys.modules[m.__name__],_read[m.__name__]
+        with suppress(OSError, TypeError, AttributeError): # a module without a file
+            mtime = os.stat(m.__file__).st_mtime_ns
+            if _mtimes.setdefault(m.__name__, mtime)!=mtime: del sys.modules[m.__name__],_mtimes[m.__name__]
 
 # %% ../../nbs/560_launch.worker.ipynb #output
 class _Output:
@@ -218,8 +224,8 @@ class _Output:
         if not this_worker(): self.old.flush()
 
 # %% ../../nbs/560_launch.worker.ipynb #serve
-def _leave():
-    "End this process as Python does, but without taking its objects apart one by one"
+def _exit_process():
+    "End this process as Python does, with its exit functions, but without freeing its objects one by one"
     threading._shutdown()
     atexit._run_exitfuncs()
     for o in (sys.__stdout__, sys.__stderr__): o.flush()
@@ -233,12 +239,12 @@ def serve(
     backend:str # Module with what the launcher asks of a library, such as `fastai_xla.launch.xla`
 ):
     "The life of process `i` of a pool of `n` ranks"
-    gc.freeze()
+    gc.freeze() # `start_process` has disabled garbage collection for the imports, whose objects stay
     gc.enable()
-    os.set_inheritable(conn.fileno(), False)
+    os.set_inheritable(conn.fileno(), False) # children must not keep the connection open
     multiprocessing.set_start_method('fork', force=True)
     spawn_by_value()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN) # the parent says when to stop
+    signal.signal(signal.SIGTERM, signal.SIG_IGN) # the parent gets it too, and says when to stop
     faulthandler.register(signal.SIGUSR1, file=stacks_file(os.environ['FASTAI_XLA_POOL_FOLDER'], i).open('w'), all_threads=True)
     w = Worker.now = Worker(conn, i, importlib.import_module(backend))
     sys.stdout,sys.stderr = _Output('stdout'),_Output('stderr')
@@ -248,9 +254,9 @@ def serve(
         w.send(Hello(i, w.rank))
         while run := w.jobs.get():
             w.run(run)
-            del run
+            del run # frees what it was sent, while the rank waits
     except BaseException as e: w.send(Failed.of(None, e))
-    finally: _leave()
+    finally: _exit_process()
 
 def stacks_file(
     folder, # Of the pool
