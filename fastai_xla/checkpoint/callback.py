@@ -39,53 +39,56 @@ from .manager import Checkpoint, CheckpointManager, KeepPolicy, Position
 
 # %% ../../nbs/790_checkpoint.callback.ipynb #plan
 def strategy_of(learn):
-    "How `learn` trains, in words"
+    "How `learn` uses the cores, in words: a checkpoint says so"
     for cb in learn._grab_cbs(TPUDataParallelTrainer): return f'{cb.mesh.n_data} cores'
     for cb in learn._grab_cbs(TPUShardedTrainer): return f"sharded {', '.join(f'{k}={n}' for k,n in cb.mesh.items())}"
     return 'one core' if learn._grab_cbs(TPUTrainer) and not hasattr(learn, 'gradient_reducer') else 'replicas'
 
 class ResumePlan(NamedTuple):
-    "A checkpoint to resume from, and what is to be said of it"
-    saved:object # A `Saved`
+    "A checkpoint to resume from, and what has changed since"
+    saved:object # The checkpoint, a `Saved`
     position:Position # Where to resume
-    settings:dict # What the user had written, see `settings_of`
-    done:list # Of each fit that was done, its epochs and what ended it early
-    line:str='' # What is not as it was
+    settings:dict # The settings of the fit when it was written, see `settings_of`
+    done:list # For each fit that had ended, (its epochs, name of what ended it early or '')
+    line:str='' # For the user: which settings have changed
     with_opt:bool=True # Does the optimizer's state fit?
 
-_early = EarlyStoppingCallback.__name__
+_early_stopping = EarlyStoppingCallback.__name__ # recorded as what ended a fit; `'cut'` is any other `CancelFitException`
 
 def plan_resume(
     found:Checkpoint, # The newest there is
     now:dict, # `settings_of` the fit that is to run
-    fits:int, # Number of the fits that are done
+    fits:int, # Number of fits that this run of the script has done or skipped so far
     strict:bool=True, # Raise where the training cannot resume as it was?
 ):
     "The `ResumePlan` for the fit that is to run; raises if it cannot resume there"
     saved,pos = found
     try: plan = ResumePlan(saved, pos, **json.loads(saved.files['settings.json'].read_text()))
     except (KeyError, TypeError, ValueError) as e: raise DamagedCheckpoint(f'The checkpoint {saved.path} has no settings ({type(e).__name__}: {e})') from e
-    was,other = plan.settings,'run what was run before, or choose another folder.'
-    if pos.fit>fits: # this fit was done, or at least ended
-        epochs,by = plan.done[fits]
-        stays_ended = by==_early and was['callbacks'].get(by)==now['callbacks'].get(by)
-        if now['epochs']>epochs and not stays_ended:
-            if pos==Position(fits+1): pos = replace(pos, fit=fits, epoch=epochs)
-            elif not by: raise ValueError(f"Fit {fits} ended after {epochs} epochs and has {now['epochs']} now, but {saved.path} is of a later fit: {other}")
+    was,remedy = plan.settings,'run what was run before, or choose another folder.'
+    if pos.fit>fits: # the checkpoint was written after this fit had ended
+        epochs,ended_by = plan.done[fits]
+        stays_ended = ended_by==_early_stopping and was['callbacks'].get(ended_by)==now['callbacks'].get(ended_by) # it would end there again
+        if now['epochs']>epochs and not stays_ended: # the user wants more epochs than were done
+            if pos==Position(fits+1): pos = replace(pos, fit=fits, epoch=epochs) # nothing was trained since: go on with this fit
+            elif not ended_by:
+                raise ValueError(f"Fit {fits} ended after {epochs} epochs and has {now['epochs']} now, but {saved.path} is of a later fit: {remedy}")
     if pos.fit==fits and pos.epoch>=now['epochs']:
-        raise ValueError(f"{saved.path} is in epoch {pos.epoch} of this fit, which has {now['epochs']}: {other}")
+        raise ValueError(f"{saved.path} is in epoch {pos.epoch} of this fit, which has {now['epochs']}: {remedy}")
+    # of a later fit the settings may differ, but for what the saved state depends on
     diffs = [o for o in differences(was, now) if pos.fit==fits or o.root in ('optimizer','groups','replicas')]
     line,roots = check_differences(diffs, saved.path, strict),{o.root for o in diffs}
-    if roots & {'data','replicas'}: pos = replace(pos, batch=0, trained=False)
+    if roots & {'data','replicas'}: pos = replace(pos, batch=0, trained=False) # its batches are others now: begin the epoch anew
     return plan._replace(position=pos, line=line, with_opt=not roots & {'optimizer','groups'})
 
 # %% ../../nbs/790_checkpoint.callback.ipynb #small
-def _noted_signals():
-    "A context that gives the list of signals that came; the second one interrupts"
+def _collected_signals():
+    "A context with a list of the signals that come: the first one is only listed, the second interrupts. Several processes stop together, by other means"
     return first_signal() if world_size()==1==n_hosts() else nullcontext([])
 
 @contextmanager
 def _kept_device_rng():
+    "A context after which the device draws the random numbers that it would have drawn without it"
     state = xm.get_rng_state(str(xla_device()))
     yield
     xm.set_rng_state(state, str(xla_device()))
@@ -100,7 +103,7 @@ def _state_file(i): return f'train_state/{i:05}.pt'
 # %% ../../nbs/790_checkpoint.callback.ipynb #callback
 class TPUCheckpoint(XLACallback):
     "Writes checkpoints from which a training that was killed resumes"
-    order = 1100 # after the events of a pool, which exchange something at the end of an epoch
+    order = 1100 # after the callbacks of a pool, which exchange values at the end of an epoch
     def __init__(self,
         path, # Folder of the checkpoints of one training, or an address such as 'gs://bucket/run'
         every:int=None, # Training batches between two checkpoints
@@ -133,13 +136,15 @@ class TPUCheckpoint(XLACallback):
         self.every,self.minutes,self.wants_best,self.init_from,self.strict = every,minutes,load_best,init_from,strict
         self.resume = resume or resume_from is not None
         self.epochs = int(keep_best>0 or not (every or minutes)) if epochs is None else epochs
-        self.active,self.due,self.stopped,self.signals,self.plan = False,False,False,[],None
-        self.epoch_start,self.trained = None,None # `loader_state` of the epoch; number of batches and `TrainState` after its training
+        self.active,self.due,self.stopped = False,False,False # in a fit that is trained here? save at the next chance? stopped by Ctrl-C in a pool?
+        self.signals = [] # that have come in this fit
+        self.plan = None # the `ResumePlan`, until the Learner is what it was
+        self.epoch_start,self.trained = None,None # `loader_state` of the epoch; (number of batches, `TrainState`) after its training
 
     @property
     def run_record(self):
-        "The training that this Learner is in: its id, and what became of the fits that are done"
-        return vars(self.learn).setdefault('checkpoint_run', SimpleNamespace(id=uuid.uuid4().hex, fits=0, done=[], begun=False, named=False))
+        "The training that this Learner is in: its id, number and outcome of the fits that have ended; kept by the Learner, as each fit may have a new callback"
+        return vars(self.learn).setdefault('checkpoint_run', SimpleNamespace(id=uuid.uuid4().hex, fits=0, done=[], begun=False, has_warned=False))
 
     @property
     def signal(self):
@@ -166,24 +171,24 @@ class TPUCheckpoint(XLACallback):
         self.hypers = hypers_of(self.learn.opt)
         self.plan = self._find_plan()
         if self.plan and self.plan.position.fit>self.run_record.fits: self._skip_fit(final)
-        elif pools: rest(f) # to the replicas, each of which comes here
+        elif pools: rest(f) # sends the Learner to the ranks of the pool, where this callback's `_train_fit` runs
         else: self._train_fit(f, rest)
 
     def _n_replicas(self):
-        "How many cores have batches of their own, which are of the size that the user gave"
+        "Number of replicas that each take a batch of `bs` samples"
         for cb in self.learn._grab_cbs(TPUPoolTrainer): return cb.pool.n_cores
         for cb in self.learn._grab_cbs(TPUDataParallelTrainer): return cb.mesh.n_data
         return world_size()
 
     def _find_plan(self):
-        "The `ResumePlan` of this fit; None: it begins with the Learner as it is"
+        "The `ResumePlan` of this fit; None if there is nothing to resume: it begins with the Learner as it is"
         check_shared(self.manager.place)
         run = self.run_record
         found,run.id = from_main(lambda: (self.manager.newest() or self.other and self.other.newest(), run.id))
         self.settings = settings_of(self.learn, strategy_of(self.learn), self._n_replicas())
-        if found is None: return self._begin()
+        if found is None: return self._start_fresh()
         is_own = found.position.run_id==run.id
-        if is_own and found.position<=Position(run.fits): return None
+        if is_own and found.position<=Position(run.fits): return None # this Learner has written it, and is further
         if not self.resume:
             raise FileExistsError(f"{self.manager.path} has checkpoints of {'this' if is_own else 'another'} training, up to {found.saved.name}: "
                 "resume there with `resume_from`, or choose another folder.")
@@ -193,12 +198,12 @@ class TPUCheckpoint(XLACallback):
         return plan
 
     def _with_local_files(self, saved):
-        "What the main rank has opened, with files that this host reads"
+        "The checkpoint that the main rank has opened, opened here too if this host does not see its files"
         if all(o.exists() for o in saved.files.values()): return saved
         return next(o for o in (self.manager, self.other) if o and o.place.has(saved.name)).place.open(saved.name)
 
-    def _begin(self):
-        "Begin with the weights of another training, or from scratch"
+    def _start_fresh(self):
+        "Begin a training without a checkpoint: with the weights of `init_from`, or with the Learner as it is"
         run = self.run_record
         if run.fits or run.begun: return
         run.begun = True
@@ -209,31 +214,32 @@ class TPUCheckpoint(XLACallback):
         _print_main(f"Starting with the weights of {saved.path}")
 
     def _skip_fit(self, final):
-        "This fit is done: have its result"
+        "Skip a fit that was done: load the state in which it, or a later fit, was saved"
         run,plan = self.run_record,self.plan
         self._restore()
         self.plan = None
         run.done.append(plan.done[run.fits])
-        epochs,by = run.done[-1]
-        ended = f': {by} ended it after {epochs} epochs' if by==_early else ''
+        epochs,ended_by = run.done[-1]
+        ended = f': {ended_by} ended it after {epochs} epochs' if ended_by==_early_stopping else ''
         run.fits += 1
         if self.wants_best and plan.position==Position(run.fits): self._load_best()
         _print_main(f"Fit {run.fits-1} is done, by {plan.saved.name}{ended}")
         final()
 
     def _train_fit(self, f, rest):
+        "Train a fit in this process, and save while it runs"
         self.active,self.due,self.stopped,self.n_done,self.saved_at = True,False,False,0,None
         self._restart_clock()
-        self.is_launched = not self.learn._grab_cbs(StopOnRequest) # a pool's replicas ask by that
+        self.asks_for_stop = not self.learn._grab_cbs(StopOnRequest) # in a script's rank; the ranks of a Learner's pool have that callback
         n_bytes = sum(t.numel()*t.itemsize for t in get_model(self.learn.model).state_dict().values())
         try:
-            with self.manager.opened(n_bytes, main=is_main()), _noted_signals() as self.signals:
+            with self.manager.opened(n_bytes, main=is_main()), _collected_signals() as self.signals:
                 rest(partial(self._note_done, f))
                 if not self.stopped: self._end_fit()
         finally: self.active,self.plan = False,None
 
     def _note_done(self, f):
-        "Run the fit `f`; it is done if nothing has cancelled it"
+        "Run the epochs of the fit, `f`; if it raises nothing, all of them are done"
         f()
         self.n_done = self.n_epoch
 
@@ -242,55 +248,60 @@ class TPUCheckpoint(XLACallback):
         return any(getattr(cb, 'wait', 0)>=cb.patience for cb in self.learn._grab_cbs(EarlyStoppingCallback))
 
     def _end_fit(self):
-        "Note that this fit has ended; if it was done, write its end"
+        "Record how this fit has ended, and save unless a callback has cut it off"
         run = self.run_record
-        by = '' if self.n_done>=self.n_epoch else _early if self._is_stopped_early() else 'cut'
-        run.done.append([self.n_done, by])
+        if self.n_done>=self.n_epoch: ended_by = ''
+        else: ended_by = _early_stopping if self._is_stopped_early() else 'cut'
+        run.done.append([self.n_done, ended_by])
         run.fits += 1
-        if by=='cut': return _print_main(f"This fit ended early, in epoch {self.epoch} of {self.n_epoch}: call it again to resume there")
+        if ended_by=='cut': return _print_main(f"This fit ended early, in epoch {self.epoch} of {self.n_epoch}: call it again to resume there")
         self._save(Position(run.fits))
         if self.wants_best: self._load_best()
-        self._heed_signal()
+        self._exit_after_signal()
 
     def _run_epoch(self, f, rest):
+        "Run an epoch, or skip it if it was done before the checkpoint"
         pos = self.plan and self.plan.position
-        if pos and self.learn.epoch<pos.epoch: return begin_bar(self.learn) # it is done
-        if pos and not pos.batch: self._restore()
-        def body():
+        if pos and self.learn.epoch<pos.epoch: return begin_bar(self.learn) # the progress bar counts it
+        if pos and not pos.batch: self._restore() # in the middle of an epoch, `_run_train` does
+        def run_and_count():
             f()
             self.n_done = self.epoch+1
-        try: rest(body)
-        except CancelFitException:
-            if self.n_done>self.epoch and not self._is_stopped_early() and self.epoch+1<self.n_epoch: self._save(Position(self.run_record.fits, self.epoch+1))
+        try: rest(run_and_count)
+        except CancelFitException: # raised when the epoch was done, as by `after_epoch` of a callback: the next run goes on with the next one
+            if self.n_done>self.epoch and not self._is_stopped_early() and self.epoch+1<self.n_epoch:
+                self._save(Position(self.run_record.fits, self.epoch+1))
             raise
 
     def _run_train(self, f, rest):
+        "Run the training of an epoch: all of it, what is left of it after the checkpoint, or nothing"
         self.first_iter = self.train_iter
         if not self.plan:
             self.epoch_start = loader_state(self.learn)
             rest(partial(self._save_if_cut, f))
-        elif self.plan.position.trained: self._restore() # only its validation is left
+        elif self.plan.position.trained: self._restore() # the checkpoint is from after the training: only the validation is left
         else:
             self.epoch_start = self._train_state().start(self.learn)
             set_loader_state(self.learn, self.epoch_start)
             rest(partial(self._save_if_cut, self._rest_of_epoch))
 
     def _save_if_cut(self, f):
-        "Run `f`; if a callback ends the fit in it, the next run resumes there"
+        "Run the training `f`; if a callback ends the fit in it, save, so that the next run resumes there"
         try: f()
         except CancelFitException:
             batch = self.train_iter-self.first_iter
-            if batch and not self.stopped and not self.plan and not _has_grads(self.opt): self._save(Position(self.run_record.fits, self.epoch, batch))
+            if batch and not self.stopped and not self.plan and not _has_grads(self.opt): # gradients that wait for a step are in no checkpoint
+                self._save(Position(self.run_record.fits, self.epoch, batch))
             raise
 
     def _rest_of_epoch(self):
         "What `Learner.all_batches` does, from the position of the checkpoint on"
         learn = self.learn
-        learn.n_iter,n,it = len(learn.dl),self.plan.position.batch,iter(enumerate(learn.dl))
-        for _ in range(n): next(it)
-        self._restore()
-        self.first_iter = self.train_iter-n
-        for o in it: learn.one_batch(*o)
+        learn.n_iter,n_done,batches = len(learn.dl),self.plan.position.batch,iter(enumerate(learn.dl))
+        for _ in range(n_done): next(batches)
+        self._restore() # only now: to draw the batches that were done has used random numbers
+        self.first_iter = self.train_iter-n_done
+        for i,b in batches: learn.one_batch(i, b)
 
     # ---- restore
 
@@ -299,18 +310,20 @@ class TPUCheckpoint(XLACallback):
         return TrainState(self.plan.saved.files[_state_file(rank()%self.plan.position.n_ranks)])
 
     def _restore(self):
-        "Make the Learner what it was"
+        "Load model, optimizer, random numbers and progress from the checkpoint of `plan`"
         plan,learn = self.plan,self.learn
         pos,was,fits = plan.position,plan.settings,self.run_record.fits
-        if not learn._grab_cbs(TPUPoolTrainer): getattr(self.dls, 'n_inp', None) # fastai draws a sample when it is first asked for this
+        if not learn._grab_cbs(TPUPoolTrainer): getattr(self.dls, 'n_inp', None) # at first fastai draws a sample for it: not after the restore
         load_state(learn, plan.saved, with_opt=None if plan.with_opt else False)
         loaders,stays = self._train_state().restore(learn)
         if not pos.batch or pos.trained: set_loader_state(learn, loaders)
         if pos.fit!=fits: # a later fit, of which this one is a part
             if pos!=Position(pos.fit): set_hypers(learn.opt, was['hypers'])
             return
-        now = hypers_of(learn.opt)
-        set_hypers(learn.opt, [{k: b[k] if a.get(k)!=b[k] else v for k,v in cur.items()} for a,b,cur in zip(was['hypers'], self.hypers, now)])
+        # hyper-parameters are the checkpoint's, but for those that the user has written otherwise since
+        loaded = hypers_of(learn.opt)
+        set_hypers(learn.opt, [{k: written[k] if before.get(k)!=written[k] else v for k,v in group.items()}
+            for before,written,group in zip(was['hypers'], self.hypers, loaded)])
         if was['epochs']!=learn.n_epoch and pos.batch: learn.pct_train = (pos.epoch+pos.batch/len(learn.dl))/learn.n_epoch
         _print_main(f"Resuming at epoch {pos.epoch}, batch {pos.batch}, from {plan.saved.path}")
         if plan.line: _print_main(plan.line)
@@ -318,7 +331,7 @@ class TPUCheckpoint(XLACallback):
         self.plan = None
 
     def _load_best(self):
-        "Give the Learner the best weights that there are"
+        "Load the weights of the best checkpoint"
         self.manager.finish()
         if (best := from_main(self.manager.best)) is None: return
         load_state(self.learn, self._with_local_files(best.saved), with_opt=False)
@@ -326,35 +339,37 @@ class TPUCheckpoint(XLACallback):
 
     # ---- save
 
-    def _restart_clock(self): self.clock = SimpleNamespace(start=time.monotonic(), batches=0, look_at=1)
+    def _restart_clock(self):
+        "Count minutes from now; `next_look` is the count of batches at which the clock is looked at"
+        self.clock = SimpleNamespace(start=time.monotonic(), batches=0, next_look=1)
 
-    def _metric(self, pos):
-        "What is monitored, if an epoch ends at `pos`"
+    def _monitored_value(self, pos):
+        "The value of `monitor`, if `pos` is the end of an epoch; else None"
         rec,k = getattr(self.learn, 'recorder', None),self.manager.keep.monitor
         if not self.manager.keep.best or pos.batch or not rec or not rec.values: return None
         names = list(rec.metric_names)[1:]
         if k not in names: raise ValueError(f"`monitor` can be one of {', '.join(names[:-1])}. Got {k!r}.")
         return float(rec.values[-1][names.index(k)])
 
-    def _take_state(self):
-        "The `TrainState` of this rank; what it cannot have is named once"
+    def _capture_state(self):
+        "The `TrainState` of this rank now; warns once of what it cannot hold"
         res = TrainState.of(self.learn, self.epoch_start)
-        if res.left_out and not self.run_record.named:
-            self.run_record.named = True
+        if res.left_out and not self.run_record.has_warned:
+            self.run_record.has_warned = True
             _print_main(f"No checkpoint has {'; '.join(res.left_out)}: register the type (`register_type`), or list what it is to have as `checkpointed`.")
         return res
 
     def _save(self, pos, state=None):
-        "Write the checkpoint of the position `pos`; `state` is the `TrainState` that was taken there, or is taken now"
+        "Write a checkpoint for the position `pos`, with the `TrainState` `state`, or that of now"
         manager,run = self.manager,self.run_record
-        if pos==self.saved_at: return
+        if pos==self.saved_at: return # two reasons to save, such as `every` and a signal, can meet
         pos = self.saved_at = replace(pos, run_id=run.id, n_ranks=world_size())
         self._restart_clock()
         with _kept_device_rng():
-            states,tokens = zip(*gather_objects(((state or self._take_state()).b, uuid.uuid4().hex[:8])))
+            states,tokens = zip(*gather_objects(((state or self._capture_state()).b, uuid.uuid4().hex[:8])))
             copy = copy_model(model_and_opt(self.learn), at_once=manager.asynchronous or world_size()>1)
             params = {f'model.{k}' for k,_ in get_model(self.learn.model).named_parameters()}
-        if not (is_main() or host_index()): return
+        if not (is_main() or host_index()): return # one process of each host writes: it has shards that the main rank has not
         settings = json.dumps(dict(settings=self.settings, done=run.done))
         def write(folder):
             write_model(copy._replace(groups=check_finite(copy.groups, params)), folder, host_index())
@@ -362,15 +377,17 @@ class TPUCheckpoint(XLACallback):
             (folder/'settings.json').write_text(settings)
             (folder/'train_state').mkdir()
             for i,b in enumerate(states[:world_size()]): (folder/_state_file(i)).write_bytes(b)
-        manager.save(pos, write, self._metric(pos), token=tokens[0], part=host_index(), parts=n_hosts())
+        manager.save(pos, write, self._monitored_value(pos), token=tokens[0], part=host_index(), parts=n_hosts())
 
-    def _save_here(self): self._save(Position(self.run_record.fits, self.epoch, self.iter+1))
+    def _save_this_batch(self):
+        "Save at the end of the batch that is under way"
+        self._save(Position(self.run_record.fits, self.epoch, self.iter+1))
 
-    def _heed_signal(self):
-        "Leave after a signal, with a checkpoint"
+    def _exit_after_signal(self):
+        "If a signal has come, end the process or the fit by it; a checkpoint was written before"
         if not self.signal: return
         self.manager.finish()
-        from_main(noop) # which has written
+        from_main(noop) # waits until the main rank has written
         name = signal.Signals(self.signal).name if world_size()==1 else 'a signal'
         _print_main(f"Stopped by {name}; the newest checkpoint is {self.manager.path}/{(self.manager.names() or [''])[-1]}")
         raise SystemExit(128+self.signal) if self.signal==signal.SIGTERM else KeyboardInterrupt
@@ -380,39 +397,42 @@ class TPUCheckpoint(XLACallback):
     def after_batch(self):
         if not self.active: return
         if self.manager.error is not None: self.manager.finish()
-        if not self.training: return self._leave_validation()
-        if self.is_launched and not self.signal and stop_requested(): self.signals.append(signal.SIGINT)
-        self.due |= bool(self.every and self.train_iter%self.every==0) or self._is_time()
+        if not self.training: return self._stop_in_validation()
+        if self.asks_for_stop and not self.signal and stop_requested(): self.signals.append(signal.SIGINT)
+        self.due |= bool(self.every and self.train_iter%self.every==0) or self._are_minutes_over()
         if not (self.due or self.signal) or _has_grads(self.opt): return
-        self._save_here()
+        self._save_this_batch()
         self.due = False
-        self._heed_signal()
+        self._exit_after_signal()
 
-    def _is_time(self):
-        "Are the minutes over? The main rank's clock is looked at, a few times"
+    def _are_minutes_over(self):
+        "Are the minutes over? By the main rank's clock, which is asked for at few batches, as that makes ranks wait for each other"
         if not self.minutes: return False
         c = self.clock
         c.batches += 1
-        if c.batches<c.look_at: return False
+        if c.batches<c.next_look: return False
         with _kept_device_rng(): past = from_main(lambda: time.monotonic()-c.start)
-        c.look_at = c.batches + max(1, int(c.batches*(60*self.minutes/max(past, 1e-6)-1)/2))
+        left = c.batches*(60*self.minutes/max(past, 1e-6)-1) # batches that fit into the rest of the time, at the speed so far
+        c.next_look = c.batches + max(1, int(left/2))
         return past>=60*self.minutes
 
     def _would_lose_grads(self):
-        "Would gradients that wait for a step not be the same after a save now? How they were spread does not come back"
+        "Would gradients that wait for a step be others after a save now? Under SPMD they would: their sharding does not come back"
         return _has_grads(self.opt) and bool(self.learn._grab_cbs(TPUShardedTrainer))
 
     def after_train(self):
-        self.trained = None if not self.active or self._would_lose_grads() else (self.n_iter,self._take_state())
+        # taken before the validation, in which a signal may come: then the checkpoint is of the training's end
+        self.trained = None if not self.active or self._would_lose_grads() else (self.n_iter,self._capture_state())
 
     def _save_trained(self):
-        "Write what the epoch's training had come to"
+        "Save the state after the epoch's training, taken by `after_train`"
         if self.trained: self._save(Position(self.run_record.fits, self.epoch, self.trained[0], trained=True), self.trained[1])
 
-    def _leave_validation(self):
+    def _stop_in_validation(self):
+        "After a signal in a validation: save the state of before it, and leave"
         if not self.signal or not self.trained: return
         self._save_trained()
-        self._heed_signal()
+        self._exit_after_signal()
 
     def after_epoch(self):
         if not self.active or self.epoch+1>=self.n_epoch: return
@@ -420,14 +440,14 @@ class TPUCheckpoint(XLACallback):
         if not (self.due or self.signal) or self._would_lose_grads(): return
         self.due = False
         self._save(Position(self.run_record.fits, self.epoch+1))
-        self._heed_signal()
+        self._exit_after_signal()
 
     def on_stop(self):
-        "Ctrl-C in a pool: every rank comes here after the same batch"
+        "Save after Ctrl-C in a pool: `StopOnRequest` calls this on every rank, after the same batch"
         self.stopped = True
         if not self.active: return
         if not self.training: self._save_trained()
-        elif not _has_grads(self.opt): self._save_here()
+        elif not _has_grads(self.opt): self._save_this_batch()
         self.manager.finish()
 
 def resume_from(path, **kwargs):

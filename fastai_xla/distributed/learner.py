@@ -42,19 +42,21 @@ from .progress import LogMessage, ProgressPlayer, ProgressReporter, StopOnReques
 
 # %% ../../nbs/680_distributed.learner.ipynb #apart
 def _own_folder(learn):
-    "A folder for what this rank alone writes and reads; in that of its pool, if it has one, which goes with it"
+    "A temporary folder for what callbacks of this rank write; in the folder of its pool, if it has one, which is removed with the pool"
     folder = Path(tempfile.mkdtemp(prefix=f'fastai_xla_rank{rank()}_', dir=os.environ.get('FASTAI_XLA_POOL_FOLDER')))
     weakref.finalize(learn, shutil.rmtree, folder, True)
     return folder
 
 def write_apart(
     learn,
-    trainer, # Of `learn`, which keeps what is to be restored
+    trainer, # Its trainer callback, which keeps what `write_together` restores
 ):
-    "`learn`, which writes into a folder of its own and logs nothing: another process writes what all of them would"
-    models,trainer.own = Path(learn.model_dir),(learn.path,learn.logger,learn.model_dir)
+    "Have `learn` write into a folder of its own and log nothing, as the main rank writes what all ranks would"
+    models = Path(learn.model_dir)
+    trainer.own = learn.path,learn.logger,learn.model_dir
     trainer.shared_path = models.parent if models.is_absolute() else learn.path
-    learn.path,learn.logger,learn.model_dir = _own_folder(learn),noop,models.name if models.is_absolute() else learn.model_dir
+    learn.path,learn.logger = _own_folder(learn),noop
+    if models.is_absolute(): learn.model_dir = models.name # else it would lead back to the shared folder
     return learn
 
 def write_together(learn):
@@ -73,6 +75,7 @@ def attach_replica(
     "Make `learn` one replica of several"
     if strict and xr.addressable_device_count()>1:
         raise ValueError("`strict=True` needs a process for each rank: torch_xla counts for a process, and this one has several ranks.")
+    # threads of one process are ranks here: a loss or a metric that counts must not be one for all
     if xr.addressable_device_count()>1: learn.loss_func,learn._metrics = copy_apart(learn, (learn.loss_func, learn._metrics))
     trainer = TPUDistributedTrainer(**kwargs)
     learn.add_cbs([trainer, GradientReducer(scale_lr), BatchLoss(loss), ReplicasAlike(), *([StrictSteps()] if strict else [])])
@@ -81,7 +84,7 @@ def attach_replica(
     return learn if is_main() else write_apart(learn, trainer)
 
 def detach_replica(learn):
-    "`learn` without what `attach_replica` gave it"
+    "Undo `attach_replica`; returns `learn`"
     write_together(learn)
     remove_trainers(learn)
     learn.remove_cbs([GradientReducer, BatchLoss, ReplicasAlike])
@@ -91,7 +94,8 @@ def is_rank():
     "Is this process, or this thread, one rank of several?"
     return this_worker() is not None or runtime_started() and world_size()>1
 
-def _attach_here(learn, n_cores, **kwargs):
+def _attach_to_rank(learn, n_cores, **kwargs):
+    "`to_ranks` in a script's rank: make `learn` its replica, on its device"
     if n_cores not in (None, world_size()):
         check_parent()
         raise ValueError(f"n_cores={n_cores} in a replica of {world_size()}: leave it out, the launcher has decided")
@@ -105,8 +109,8 @@ def _attach_here(learn, n_cores, **kwargs):
 
 # %% ../../nbs/680_distributed.learner.ipynb #phase
 @torch.no_grad()
-def _validate(learn):
-    "What `Learner` does between `before_fit` and `after_fit`"
+def _validate_on_rank(learn):
+    "Validate on this rank. No fit runs, so the trainer and mixed precision get their `before_fit` from here"
     for cb in learn.cbs.sorted('order'):
         if isinstance(cb, (TPUDistributedTrainer, MixedPrecision)): cb.before_fit()
     with suppress(CancelFitException): learn._with_events(learn.all_batches, 'validate', CancelValidException)
@@ -114,38 +118,40 @@ def _validate(learn):
 
 def run_phase(
     rank:int,
-    learn, # As it was sent
+    learn, # The copy that was sent to this rank
     phase:str, # 'fit' or 'validate'
     state:LearnerState, # From `state_before`
-    every:float, # Seconds between two states sent during a fit
+    every:float, # Seconds between two messages with the state of the fit; 0: after each batch
     options:dict # Those of `to_tpu_distributed` for ranks
 ):
-    "A phase of a Learner on this rank; the main one returns a `LearnerState`"
-    for cb in learn.cbs: cb.learn = learn # as `add_cb` does: what makes a callback's pickle may have left it out
+    "Run a phase of a Learner on this rank; the main one returns its `LearnerState`"
+    for cb in learn.cbs: cb.learn = learn # as `add_cb` does: a callback's own pickling may leave it out
     if is_main(): set_rng_state(state.rng)
     attach_replica(learn, **options)
     place_held(learn, xla_device())
     reporter = learn.add_cb(ProgressReporter(every) if is_main() else StopOnRequest())
     if is_main(): learn.logger = lambda values: post(LogMessage(list(values)))
     if phase=='fit': learn._with_events(learn._do_fit, 'fit', CancelFitException)
-    else: _validate(learn)
+    else: _validate_on_rank(learn)
     torch_xla.sync()
     return state_after(learn, state.cbs) if is_main() else None
 
 # %% ../../nbs/680_distributed.learner.ipynb #pool-trainer
 def _n_batches(dl):
+    "Number of batches of `dl`; None if it has no length"
     try: return len(dl)
     except TypeError: return None
 
 class TPUPoolTrainer(XLACallback):
-    "Runs `fit` and `validate` of a notebook's Learner on all cores"
+    "Runs `fit` and `validate` of a notebook's Learner on the ranks of a pool, and copies the trained state back"
     order = TPUTrainer.order
     def __init__(self,
         n_cores:int|None=None, # Number of cores, None for all
         watchdog:float|None=15., # As for `to_tpu_distributed`
         **options, # For the ranks: those of `to_tpu_distributed`
     ):
-        self.n_cores,self.watchdog,self.options,self._is_away = n_cores,watchdog,options,False
+        self.n_cores,self.watchdog,self.options = n_cores,watchdog,options
+        self._is_on_ranks = False # does a phase run on the ranks? Phases within it are not sent again
         self.replay = StepReplay(options.get('replay', True)) # of the last fit
 
     @property
@@ -155,43 +161,46 @@ class TPUPoolTrainer(XLACallback):
 
     def takes(self, phase):
         "Whether a phase goes to the pool"
-        return not self._is_away and (phase=='fit' or phase=='validate' and _n_batches(self.dl)!=1)
+        return not self._is_on_ranks and (phase=='fit' or phase=='validate' and _n_batches(self.dl)!=1)
 
     def run_phase(self, phase, f, final, rest):
         "Run a phase of the Learner on all cores"
         learn,logger,dl = self.learn,self.learn.logger,vars(self.learn).get('dl')
-        if phase=='fit': self._prepare()
-        self._is_away = True
-        try: self._run(phase)
-        finally: self._is_away,learn.logger,learn.dl = False,logger,dl
+        if phase=='fit': self._run_before_fit()
+        self._is_on_ranks = True
+        try: self._run_on_pool(phase)
+        finally: self._is_on_ranks,learn.logger,learn.dl = False,logger,dl
         final()
 
-    def _prepare(self):
-        "Run `before_fit` of the callbacks that stay in this process"
+    def _run_before_fit(self):
+        "Call `before_fit` of the callbacks that show something: they stay in this process"
         lengthen_lr_find(self.learn, self.pool.n_cores)
-        vars(self.learn).update(epoch=0, train_iter=0, pct_train=0.) # as `TrainEvalCallback` does, which is away
+        vars(self.learn).update(epoch=0, train_iter=0, pct_train=0.) # as `TrainEvalCallback` does, which runs on the ranks alone
         for cb in self.learn.cbs.sorted('order'):
             if isinstance(cb, Recorder) or is_display(cb) or getattr(cb, 'adds_columns', False): cb('before_fit')
 
-    def _run(self, phase):
-        learn,shown = self.learn,self.learn.cbs.filter(is_display)
-        follows = any(type(cb) not in (ProgressCallback, ShowGraphCallback, CSVLogger) for cb in shown)
-        with without_cbs(learn, [self, *shown]):
+    def _run_on_pool(self, phase):
+        "Send the Learner to the ranks, without the callbacks that show something, and set its state to what the main rank returns"
+        learn,displays = self.learn,self.learn.cbs.filter(is_display)
+        # a display callback of the user's may read any state at any batch; fastai's need only the losses
+        reads_state = any(type(cb) not in (ProgressCallback, ShowGraphCallback, CSVLogger) for cb in displays)
+        with without_cbs(learn, [self, *displays]):
             before = state_before(learn)
-            args = learn,phase,before,0. if follows else 60.,self.options
+            args = learn,phase,before,0. if reads_state else 60.,self.options
             call = self.pool.pack(run_phase, *args, shared=[learn, *learner_loaders(learn)])
         try: state = self.pool.run_packed(call, ProgressPlayer(learn), True, Watchdog(self.watchdog))[0]
-        except (LaunchInterrupt,SystemExit) as e:
-            if getattr(e, 'results', None): self._take(e.results[0], before, phase)
+        except (LaunchInterrupt,SystemExit) as e: # the ranks may have stopped at a batch, and returned their state
+            if getattr(e, 'results', None): self._set_learner_state(e.results[0], before, phase)
             raise
-        self._take(state, before, phase)
+        self._set_learner_state(state, before, phase)
 
-    def _take(self, state, before, phase):
+    def _set_learner_state(self, state, before, phase):
+        "Set the Learner, and the count of replayed steps here, to the `state` that has come back"
         set_state(self.learn, state, before.cbs)
         if phase=='fit' and state: vars(self).update(replay=state.replay) # fastai warns of an attribute that a Learner has too
 
 # %% ../../nbs/680_distributed.learner.ipynb #to-tpu-distributed
-_in_pool = weakref.WeakSet()
+_learners_in_pool = weakref.WeakSet() # the pool is closed when none is left
 
 def to_ranks(
     learn,
@@ -207,14 +216,14 @@ def to_ranks(
     options.update(scale_lr=check_bool('scale_lr', scale_lr), strict=strict, loss=BatchLoss(loss).how)
     Watchdog(watchdog)
     join_torchrun()
-    if is_rank(): return _attach_here(learn, n_cores, **options)
+    if is_rank(): return _attach_to_rank(learn, n_cores, **options)
     check_one_host()
     pool = get_pool(n_cores)
     if not pool.is_open: check_parent()
     tell_cores(pool.n_cores, ', a rank on each')
     learn.remove_cbs(TPUPoolTrainer)
-    move_learner(learn, 'cpu') # where `deferred_init` left values open, they are made
-    _in_pool.add(learn)
+    move_learner(learn, 'cpu') # makes the values that `deferred_init` has left open
+    _learners_in_pool.add(learn)
     return learn.add_cb(TPUPoolTrainer(n_cores, watchdog, **options))
 
 def detach_ranks(
@@ -226,6 +235,6 @@ def detach_ranks(
         return move_learner(learn, 'cpu')
     pool = learn.tpu_pool_trainer.pool
     learn.remove_cbs(TPUPoolTrainer)
-    _in_pool.discard(learn)
-    if not _in_pool: pool.close()
+    _learners_in_pool.discard(learn)
+    if not _learners_in_pool: pool.close()
     return learn

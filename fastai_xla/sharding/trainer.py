@@ -38,17 +38,21 @@ from .place import param_specs, shard_learner, shard_opt_tensors, start_spmd
 from .loader import HostsDL, MeshDL, scale_bs
 
 # %% ../../nbs/720_sharding.trainer.ipynb #mesh-help
-_no_text = ("Texts of a batch are padded to the longest, which each host of several would have for itself: train texts with `to_tpu_distributed()` "
+_no_text_on_hosts = ("Texts of a batch are padded to the longest, which each host of several would have for itself: train texts with `to_tpu_distributed()` "
     "in a script that `fastai-xla launch` starts on every host, or pad them to one length in the dataset.")
 
-def _is_batch(t): return on_xla(t) and t.ndim>0
+def _is_batch_tensor(t):
+    "Has `t` the samples of a batch, and is it on the device?"
+    return on_xla(t) and t.ndim>0
 
-def _on_each_host(ts): return [whole_on_each(t)[0] for t in ts]
+def _on_each_host(ts):
+    "Each of `ts` as a tensor of which each host has the whole"
+    return [whole_on_each(t)[0] for t in ts]
 
 # %% ../../nbs/720_sharding.trainer.ipynb #mesh-trainer
 class MeshTrainer(TPUTrainer):
-    "Holds a Learner on all cores of a mesh, and feeds it, on one host or several"
-    bs_of = 1 # How many cores the DataLoaders' batch size is that of one of
+    "Trains a Learner by one program on all cores of a mesh, on one host or several; sharded or as replicas, as its rules say"
+    bs_of = 1 # Number of cores that each take a batch of the DataLoaders' `bs`; 1: `bs` counts the samples of all cores
     def __init__(self,
         mesh:TPUMesh, # See `make_mesh`
         rules=(), # `ShardRule`s, or tuples (pattern, axes); the first that matches a parameter's name counts
@@ -56,41 +60,48 @@ class MeshTrainer(TPUTrainer):
         **kwargs, # As for `TPUTrainer`
     ):
         super().__init__(**kwargs)
-        self.mesh,self.rules,self.partition_norms,self.has_state,self.scaled = mesh,rules,partition_norms,None,[]
+        self.mesh,self.rules,self.partition_norms = mesh,rules,partition_norms
+        self.ids_with_state = None # ids of the parameters whose optimizer state is sharded; None once the first step has made the rest
+        self.loaders_scaled = [] # DataLoaders whose `bs` counts the samples of all cores, for a phase
 
     @property
-    def table(self): return infer_sharding(self.learn.model, self.mesh, self.rules)
+    def table(self):
+        "The `ShardingTable` of the model"
+        return infer_sharding(self.learn.model, self.mesh, self.rules)
 
     @property
-    def specs(self): return param_specs(self.learn, self.mesh, self.rules)
+    def specs(self):
+        "How each parameter is sharded"
+        return param_specs(self.learn, self.mesh, self.rules)
 
     def place(self):
-        "Shard the Learner over the cores; what is sharded already stays as it is"
+        "Shard model and optimizer state over the cores; what is sharded already stays as it is"
         shard_learner(self.learn, self.mesh, self.rules)
-        self.has_state = {id(p) for p,_ in opt_tensors(self.learn.opt).values()}
+        self.ids_with_state = {id(p) for p,_ in opt_tensors(self.learn.opt).values()}
 
     def run_phase(self, phase, f, final, rest):
-        "Run the phase, in which the DataLoaders give the batches of all cores, and `GradientAccumulation` counts them as those of one"
-        before = self.scaled
+        "Run the phase with DataLoaders that give `bs_of` times as large batches; `GradientAccumulation` counts samples, so its `n_acc` grows too"
+        before = self.loaders_scaled
         with Loans() as loans:
-            for dl in (*getattr(self.dls, 'loaders', ()), getattr(self.learn, 'dl', None)) if self.bs_of>1 else ():
-                if not any(dl is o for o in self.scaled) and scale_bs(dl, self.bs_of, loans): self.scaled = [*self.scaled, dl]
-            for cb in self.learn._grab_cbs(GradientAccumulation) if phase=='fit' else (): loans.put(cb, 'n_acc', cb.n_acc*self.bs_of)
+            loaders = [*getattr(self.dls, 'loaders', ()), getattr(self.learn, 'dl', None)] if self.bs_of>1 else []
+            for dl in loaders: # a phase within another one finds them scaled
+                if not any(dl is o for o in self.loaders_scaled) and scale_bs(dl, self.bs_of, loans): self.loaders_scaled = [*self.loaders_scaled, dl]
+            for cb in self.learn._grab_cbs(GradientAccumulation) if phase=='fit' else []: loans.put(cb, 'n_acc', cb.n_acc*self.bs_of)
             try: super().run_phase(phase, f, final, rest)
-            finally: self.scaled = before
+            finally: self.loaders_scaled = before
 
     def _put_on_device(self):
         super()._put_on_device()
         self.place()
 
-    def _renew_tensors(self): pass # nothing is handed on under SPMD
+    def _renew_tensors(self): pass # under SPMD no step hands its tensors on to the next
 
     def _start_loop(self, pad):
         super()._start_loop(pad)
         if self.mesh.n>1 and (self.partition_norms or self.partition_norms is None and program_kind()!='TPU'): norms.partition_norms(self.loans)
 
     def _make_loader(self, dl, **kwargs):
-        if self.mesh.n_hosts>1 and kwargs['pad_text']: raise ValueError(_no_text)
+        if self.mesh.n_hosts>1 and kwargs['pad_text']: raise ValueError(_no_text_on_hosts)
         return (HostsDL if self.mesh.n_hosts>1 else MeshDL)(dl, self.device, self.mesh, **kwargs)
 
     def _seed(self): return from_main(base_seed)
@@ -101,13 +112,14 @@ class MeshTrainer(TPUTrainer):
         for cb in [] if is_main() else self.learn.cbs.filter(is_display): cb.run = False
 
     def after_step(self):
-        new = [] if self.has_state is None else [(p, v) for p,v in opt_tensors(self.opt).values() if id(p) not in self.has_state]
+        "Shard the optimizer state that the first step has made"
+        new = [] if self.ids_with_state is None else [(p, v) for p,v in opt_tensors(self.opt).values() if id(p) not in self.ids_with_state]
         if new and self.mesh.n>1: shard_opt_tensors(new, self.mesh, self.specs)
-        self.has_state = None
+        self.ids_with_state = None
 
     @contextmanager
     def loading(self):
-        "On the host, so that no core gets the whole of a parameter; what was loaded is spread again"
+        "A context in which the Learner is on the host, so that no core gets a whole parameter; what was loaded is sharded afterwards"
         move_learner(self.learn, 'cpu')
         try: yield
         finally:
@@ -115,11 +127,11 @@ class MeshTrainer(TPUTrainer):
             self.place()
 
     def _trace_metrics(self):
-        "On several hosts what metrics will read comes to each in the program of the batch"
+        "On several hosts, gather what metrics will read in the program of the batch: a host may read it when the others do not"
         super()._trace_metrics()
         if self.mesh.n_hosts==1 or not hasattr(self.learn, 'recorder'): return
         for m in self.recorder._train_mets if self.training else self.recorder._valid_mets:
-            if isinstance(m, DeviceMetric): m.traced = map_tensors(_on_each_host, m.traced, select=_is_batch)
+            if isinstance(m, DeviceMetric): m.traced = map_tensors(_on_each_host, m.traced, select=_is_batch_tensor)
 
 # %% ../../nbs/720_sharding.trainer.ipynb #trainer
 class TPUShardedTrainer(MeshTrainer):
@@ -129,7 +141,7 @@ class TPUShardedTrainer(MeshTrainer):
         mesh:TPUMesh, # See `make_mesh`
         rules=(), # As for `MeshTrainer`
         partition_norms:bool|None=None, # As for `MeshTrainer`
-        runner:BlockRunner|None=None, # Runs the blocks of the model in another way
+        runner:BlockRunner|None=None, # Runs the repeated blocks of the model with recomputation or as a loop
         **kwargs, # As for `TPUTrainer`
     ):
         super().__init__(mesh, rules, partition_norms, **kwargs)
@@ -140,12 +152,14 @@ class TPUShardedTrainer(MeshTrainer):
         self._start_blocks()
 
     def _start_blocks(self):
+        "Attach the marker that shards what blocks give to each other, and the runner if there is one"
         self.blocks.attach(self.model)
         self.blocks.specs = self.specs
         for o in [*self.learn._grab_cbs(BlockRunner), *([self.runner] if self.runner else [])]: o.marker = self.blocks
         if self.runner: self.runner.start(self.model)
 
     def beside(self, f):
+        "As `TPUTrainer.beside`; the validation ends with detached blocks, which a training needs again"
         training = self.training
         try: return super().beside(f)
         finally:
@@ -159,11 +173,12 @@ class TPUShardedTrainer(MeshTrainer):
         call_all(super().release, *([self.runner.release] if self.runner else ()), self.blocks.detach)
 
 # %% ../../nbs/720_sharding.trainer.ipynb #hosts
-def _values(state):
-    "A few values of each tensor that is on the host, to tell weights apart"
+def _sample_values(state):
+    "The first values of each tensor that is on the host: enough to see whether hosts begin with the same weights"
     return {k: t.flatten()[:8].tolist() for k,t in state.items() if on_cpu(t)}
 
 def _check_bs(learn, mesh, bs_of):
+    "Raise unless the batch of all hosts divides by their number"
     bs,k = getattr(learn.dls.train, 'bs', None),mesh.n_hosts
     if not bs or bs*bs_of%k==0: return
     good = -(-bs//mesh.n_data)*mesh.n_data
@@ -171,26 +186,26 @@ def _check_bs(learn, mesh, bs_of):
         f"choose bs={good}, {good//mesh.n_data} for each of {mesh.n_data} cores.")
 
 def _join_hosts(learn, mesh, rules, bs_of=1):
-    "Lay the mesh out over the hosts of the slice, and raise unless they are about to do the same"
+    "Lay the mesh out over the hosts of the slice; raise unless all of them are about to run the same training"
     if (n := xr.global_runtime_device_count())!=mesh.n:
         raise ValueError(f"The mesh ({mesh}) has {mesh.n} cores, and there are {n}: give sizes whose product is {n}, or leave one open.")
     mesh.layout = slice_layout()
     _check_bs(learn, mesh, bs_of)
-    if n_hosts()>1: check_alike(gather_objects(_said(learn, mesh, rules)))
+    if n_hosts()>1: check_alike(gather_objects(_describe_training(learn, mesh, rules)))
 
-def _said(learn, mesh, rules):
-    "What a host says of the training that it is about to join"
+def _describe_training(learn, mesh, rules):
+    "What must be alike on all hosts that train together"
     loaders,state = getattr(learn.dls, 'loaders', []),get_model(learn.model).state_dict()
     shapes = {k: tuple(t.shape) for k,t in state.items()}
     return {'mesh': str(mesh), 'rules': str(rules), 'batch sizes': [getattr(o, 'bs', None) for o in loaders],
-        'samples': [getattr(o, 'n', None) for o in loaders], 'parameters': shapes, 'seed': base_seed(), 'weights': _values(state)}
+        'samples': [getattr(o, 'n', None) for o in loaders], 'parameters': shapes, 'seed': base_seed(), 'weights': _sample_values(state)}
 
 def attach_mesh(
     learn,
     cb:MeshTrainer, # The callback that will train it
     strict:bool=False, # Raise at what makes a step slow, once the first are done; see `StrictSteps`
 ):
-    "Turn this process to one program on the cores of `cb`'s mesh, and put `learn` there"
+    "Start SPMD in this process, and put `learn` on the mesh of `cb`"
     mesh = cb.mesh
     start_spmd(mesh.n)
     device = xla_device()
@@ -215,11 +230,12 @@ def detach_mesh(
 
 # %% ../../nbs/720_sharding.trainer.ipynb #to-tpu-sharded
 def _check_axes(axes, rules):
-    "Raise for the size of an axis that no rule names"
-    named = {a for r in as_rules(rules) for o in axis_names(r.axes) for a in axis_names(o)}
-    if not (odd := [k for k in axes if k not in named]): return
-    raise TypeError(f"to_tpu_sharded() got an unexpected keyword argument {odd[0]!r}. If it is the size of a mesh axis: "
-        f"no rule names that axis, as `rules=[('weight', ({odd[0]!r}, None))]` does.")
+    "Raise for the size of an axis that no rule names: it may be a misspelt option"
+    named = {a for r in as_rules(rules) for o in axis_names(r.axes) for a in axis_names(o)} # an entry of `axes` may be a tuple of names
+    unknown = [k for k in axes if k not in named]
+    if not unknown: return
+    raise TypeError(f"to_tpu_sharded() got an unexpected keyword argument {unknown[0]!r}. If it is the size of a mesh axis: "
+        f"no rule names that axis, as `rules=[('weight', ({unknown[0]!r}, None))]` does.")
 
 @patch
 @by_backend
@@ -254,6 +270,7 @@ def to_tpu_sharded(self:Learner,
     return attach_mesh(self, cb, strict)
 
 def _warn_bs(bs, k):
+    "Warn if a batch does not divide by `k` cores"
     if bs and bs%k:
         warnings.warn(f"A batch of bs={bs} samples does not divide by {k} cores, so some of them compute padding: "
             f"`bs` counts the samples of all cores, choose bs={-(-bs//k)*k}.")
