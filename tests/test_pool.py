@@ -193,6 +193,7 @@ def busy(rank, ask):
     if rank==0: post('busy')
     while True: time.sleep(.1)
 
+@pytest.mark.slow
 @pytest.mark.parametrize('ask,times,grace', [(False,1,60), (True,2,60), (True,1,.5)], ids=['does not ask','twice','grace'])
 def test_ctrl_c_ends_what_does_not_stop(pool, monkeypatch, ask, times, grace):
     monkeypatch.setattr(pool, 'grace', grace)
@@ -260,6 +261,7 @@ def uneven(rank):
     if rank: return 1
     xm.rendezvous('never')
 
+@pytest.mark.slow
 def test_uneven_replicas_fail_in_seconds(pool):
     pool.run(pid)
     old,start = pids(pool),time.time()
@@ -301,6 +303,7 @@ def f(rank):
     time.sleep(100)
 TPUPool(2).run(f)'''
 
+@pytest.mark.slow
 def test_parent_is_killed_while_replicas_run():
     p = Forked(['-c', orphan], stdout=subprocess.PIPE, text=True, cwd=repo)
     child = int(p.stdout.readline().split()[1])
@@ -355,6 +358,7 @@ def test_what_was_printed_before_a_failure_is_shown(procs, tmp_path, capsys):
     assert e.value.rank==1 and capsys.readouterr().out.splitlines() == [f'epoch {i}' for i in range(5)]
     assert time.time()-start<20 and gone(old, 1)
 
+@pytest.mark.slow
 def test_one_of_several_processes_dies(procs):
     def die(r):
         if r==1: os._exit(3)
@@ -364,6 +368,7 @@ def test_one_of_several_processes_dies(procs):
     with pytest.raises(LaunchError, match='The process of rank 1 ended with exit code 3') as e: procs.run(die)
     assert e.value.rank==1 and time.time()-start<5 and gone(old, 1)
 
+@pytest.mark.slow
 def test_processes_that_do_not_form_a_group(tmp_path):
     with Processes(2, tmp_path) as p:
         (tmp_path/'sitecustomize.py').write_text('import torch_xla.runtime as xr\nxr.global_ordinal = lambda: 0')

@@ -725,11 +725,13 @@ for make,cbs,kwargs,least in CASES:
     print(a)
 """
 
-@pytest.mark.parametrize('cases', ["(vectors, lambda: [Odd()], {}, 20), (vectors, lambda: [GradientAccumulation(20)], {}, 20)", "(images, lambda: [], {}, 30), (images, lambda: [], dict(grad_ckpt=True), 30)"], ids=['vectors','vit'])
+@pytest.mark.parametrize('cases', ["(vectors, lambda: [Odd()], {}, 20), (vectors, lambda: [GradientAccumulation(20)], {}, 20)",
+    pytest.param("(images, lambda: [], {}, 30), (images, lambda: [], dict(grad_ckpt=True), 30)", marks=pytest.mark.slow)], ids=['vectors','vit'])
 def test_sharded(cases):
     "Bit for bit the same, BatchNorm's statistics too; parameters stay spread"
     run_ok(sharded.replace('CASES', f'[{cases}]'), CPU_NUM_DEVICES='2', PYTHONPATH=f'{repo/"tests"}{os.pathsep}{repo}')
 
+@pytest.mark.slow
 def test_idioms():
     "Some of benchmarks/replay_idioms.py, each trained with steps that are replayed and with traced ones"
     names = 'tensor_of_validation number_of_validation loss_with_running_weights batchnorm_at_rest weights_come_back optimizer_forgets'.split()

@@ -18,7 +18,9 @@ def for_a_tpu():
     yield
     make_programs_for(None)
 
-@pytest.mark.parametrize('make', [vit, small_images, large_images, collab_dot, tabular], ids=lambda f: f.__name__)
+slow = [pytest.param(o, marks=pytest.mark.slow) for o in (collab_dot, tabular)]
+
+@pytest.mark.parametrize('make', [vit, small_images, large_images, *slow], ids=lambda f: f.__name__)
 def test_replayed_and_equal(make):
     losses = []
     for tpu in (False,True):
