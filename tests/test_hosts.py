@@ -85,7 +85,7 @@ def train(run, cbs=None):
 
 compared = '''
 from fastai_xla.virtual_cores import use_virtual_cores
-from fastai_xla.virtual_cores.processes import RankError
+from fastai_xla.virtual_cores.processes import RankError, Ranks
 use_virtual_cores()
 ''' + start + phases + '''
 with main_first():
@@ -102,6 +102,7 @@ if rank()==world_size()-1: raise ValueError('boom')
 try: barrier()
 except RankError as e:
     (shared/f'{rank()}.error').write_text(f'{e.rank} {e}')
+    Ranks.now.end(e) # as where it is raised at once: a rank that waits for this one is told
     while xr.host_index()==0 and len([*shared.glob('*.error')])<xr.local_device_count(): time.sleep(.05) # each is to see who was first
     raise
 '''

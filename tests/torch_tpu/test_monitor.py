@@ -13,7 +13,7 @@ def test_line(capsys):
     learn = cnn(cbs=TPUMeter()).to_tpu()
     with learn.no_bar(): learn.fit(2, 1e-3)
     out = capsys.readouterr().out
-    assert re.search(r'^TPU: [\d.,]+ samples/s, [\d.,]+ ms/step \(\d+% device, \d+% host, \d+% input\), [\d.]+ s compiling; in all 80 samples', out, re.M), out
+    assert re.search(r'^TPU: [\d.,]+ samples/s, [\d.,]+ ms/step, bottleneck: \w+ \(\d+%\), [\d.]+ s compiling; in all 80 samples', out, re.M), out
     first,second = learn.tpu_meter.values
     assert [o[0] for o in (first, second)]==[0,1] and first[1:]!=second[1:]
     table = learn.training_speed
