@@ -204,6 +204,7 @@ def test_ctrl_c_ends_what_does_not_stop(pool, monkeypatch, ask, times, grace):
 
 def test_ctrl_c_while_opening(pool, monkeypatch):
     monkeypatch.delenv('FORKS', raising=False) # which would open it at once
+    pool.close()
     threading.Timer(.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(LaunchInterrupt): pool.run(pid)
     assert not pool.is_open and gone(pids(pool), 1)
