@@ -19,12 +19,10 @@ from ..runtime.ranks import broadcast, from_main, is_main, rank, world_size
 from ..runtime.transfer import on_tpu
 from ..data.rng import base_seed
 from ..models.norms import running_stats
-from ..train.meters import DeviceMetric
-from ..train.state import is_display, model_tensors
 from ..distributed.learner import write_apart, write_together
 from ..distributed.loader import ShardedDL
 from ..distributed.metrics import loss_weight, share_metrics, share_predictions, Shares
-from ..distributed.trainer import count_inputs_quietly, GradientReducer, lengthen_lr_find
+from ..distributed.trainer import GradientReducer, RankTrainer
 from .device import n_tpus, tpu_device
 from .trainer import attach, detach_tpu, only_defaults, TorchTPUTrainer
 
@@ -42,9 +40,8 @@ def average(
         torch._foreach_copy_(some, _unflatten_dense_tensors(flat/world_size(), some))
 
 # %% ../../nbs/988_torch_tpu.distributed.ipynb #trainer
-class TorchTPURankTrainer(TorchTPUTrainer):
+class TorchTPURankTrainer(RankTrainer, TorchTPUTrainer):
     "Train an unmodified `Learner` on one TPU of several"
-    meters = ()
     def __init__(self,
         batch_tfms:str='auto', # Where batch transforms run: 'auto', 'host' or 'device'; see `TfmPlacement`
         fetch_every:float=1., # Seconds between two fetches of losses and metrics for the progress bar
@@ -54,30 +51,9 @@ class TorchTPURankTrainer(TorchTPUTrainer):
         super().__init__(batch_tfms, fetch_every, replay)
         self.queue,self.sync_bn = Shares(fetch_every),check_choice('sync_bn', sync_bn, ('stats', False))
 
-    def before_fit(self):
-        count_inputs_quietly(self.dls.train)
-        super().before_fit()
-        torch.tpu.manual_seed(from_main(base_seed)+rank())
-        broadcast([*model_tensors(self.learn).values()])
-        lengthen_lr_find(self.learn, world_size())
-        for cb in [] if is_main() else self.learn.cbs.filter(is_display): cb.run = False
+    def _seed_draws(self): torch.tpu.manual_seed(from_main(base_seed)+rank())
 
     def _make_loader(self, dl, pad, **kwargs): return ShardedDL(dl, self.device, train=not pad, pad=pad, **kwargs)
-
-    def _start_loop(self, pad):
-        super()._start_loop(pad)
-        rec = getattr(self.learn, 'recorder', None)
-        mets = [] if rec is None else rec._valid_mets if pad else rec._train_mets
-        self.meters = [m for m in mets if isinstance(m, DeviceMetric) and m.synced]
-
-    def before_train(self):
-        super().before_train()
-        if len(self.dl)==0:
-            raise ValueError(f"The {world_size()} ranks share {len(self.dl.dl)} batches, which cannot be split: a stream must have at least one for each rank.")
-
-    def before_batch(self):
-        super().before_batch()
-        if not self.training and self.dl.round_robin: self.learn.iter,self.learn.n_iter = self.iter*world_size()+rank(),self.dl.n_total
 
     def after_loss(self):
         super().after_loss()
@@ -90,11 +66,6 @@ class TorchTPURankTrainer(TorchTPUTrainer):
             self.learn.loss = self.loss.detach().clone()
             average([self.learn.loss])
         super().after_batch()
-
-    def _trace_metrics(self):
-        super()._trace_metrics()
-        if not self.training or self.dl.step_sizes(self.iter)[0]: return
-        for m in self.meters: m.traced = None
 
     def _share_metrics(self):
         self.queue.flush_for_us()
