@@ -31,6 +31,12 @@ class Groups(dict):
         assert res.returncode==0, f'exit {res.returncode}\n{res.stdout}\n{res.stderr}'
         return json.loads(res.stdout.splitlines()[-1])
 
+    def check(self, group, name):
+        "Fail with the case's own traceback if it has failed"
+        import pytest # not above: the processes of cases need none
+        error,_ = self.outcome(group)[name]
+        if error: pytest.fail(error, pytrace=False)
+
     def main(self, group, *names):
         "Run the cases of `group`, in a folder of their own, and print what became of them"
         res = {}

@@ -349,6 +349,4 @@ else:
     import pytest
 
     @pytest.mark.parametrize('group,name', groups.names)
-    def test_as_notebook(group, name):
-        error,_ = groups.outcome(group)[name]
-        if error: pytest.fail(error, pytrace=False)
+    def test_as_notebook(group, name): groups.check(group, name)

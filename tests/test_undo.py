@@ -166,9 +166,7 @@ def stacked_patches_are_undone_last_to_first():
         pub.apply_patches()
 
 @pytest.mark.parametrize('name', [o for _,o in groups.names])
-def test_undo(name):
-    error,_ = groups.outcome('undo')[name]
-    assert not error, error
+def test_undo(name): groups.check('undo', name)
 
 if __name__=='__main__':
     if sys.argv[1]=='plain': print(json.dumps(train()))

@@ -179,7 +179,7 @@ def _reduce_file(f):
     return _open, (path, 'a'+b, kwargs, None)
 
 def _logger(name, level, handlers, propagate, parent):
-    "The logger `name`, with the handlers of the notebook's"
+    "The logger `name`, with the handlers of the notebook's; `parent`, to which it may propagate, was made in the same way"
     res = logging.getLogger(name)
     if Received.now: res.level,res.handlers,res.propagate = level,handlers,propagate
     res.manager._clear_cache() # of what each level allows

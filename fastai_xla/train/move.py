@@ -172,9 +172,8 @@ def placed_tensors(
 ):
     "The XLA tensors of model and optimizer by name"
     res = {(i,n): t for i,m in enumerate(learner_modules(learn)) for n,t in chain(m.named_parameters(), m.named_buffers())}
-    held = {('held',i): p for i,p in enumerate(p for pl in learn.opt.param_lists for p in pl)} if learn.opt else {} # also those of a layer that was replaced
-    named = {id(t) for t in res.values()}
-    res.update((k, p) for k,p in held.items() if id(p) not in named)
+    named,held = {id(t) for t in res.values()},chain(*(learn.opt.param_lists if learn.opt else ()))
+    res.update({('held',i): p for i,p in enumerate(held) if id(p) not in named}) # of a layer that was replaced
     return {**{k: t for k,t in res.items() if on_xla(t)}, **{k: t for k,(_,t) in opt_tensors(learn.opt).items()}}
 
 def _mark(t): return torch_xla._XLAC._xla_get_tensor_id(t), 0 if t.is_inference() else t._version
