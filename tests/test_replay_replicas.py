@@ -130,7 +130,7 @@ class Hooks(Callback):
     def before_fit(self): self.h = self.model[0].weight.register_hook(lambda g: g)
     def after_fit(self): self.h.remove()
 
-refused = dict(reads=(partial(learner, Reads), {}, 'reads the device, or runs what'),
+refused = dict(reads=(partial(learner, Reads), {}, 'runs a program of its own'),
     ragged=(partial(learner, before_batch=noop), {}, 'the shapes of its batches may differ from replica to replica'))
 
 @pytest.mark.parametrize('name', refused)

@@ -73,9 +73,12 @@ def count_call():
     if hasattr(_here, 'calls'): _here.calls += 1
 
 def n_device_calls():
-    "Number of graphs run and of transfers from the device since this process started; of this thread alone after `begin_own_calls`"
+    """Number of traced graphs that were sent to the device, and of transfers from it, since this process started
+
+    Of this thread alone after `begin_own_calls`. A graph counts when it is sent, in the call that sends it;
+    `ExecuteTime` counts it when it has ended, in another thread."""
     own = getattr(_here, 'calls', None)
-    return n_reads()+sum(_metric(n)[0] for n in _runs) if own is None else own
+    return n_reads()+_metric('TensorsGraphSize')[0] if own is None else own
 
 def n_compiles():
     "Number of graphs compiled since this process started"

@@ -18,7 +18,7 @@ import numpy as np, torch
 from fastcore.all import noop
 from torch._C import _is_any_autocast_enabled, _len_torch_function_stack, _set_grad_enabled
 from torch.overrides import _pop_mode, _push_mode, TorchFunctionMode
-from ..runtime.counts import n_device_calls
+from ..runtime.counts import n_device_calls, n_reads
 from ..runtime.transfer import on_xla, send, tensors_of
 from ..runtime.users import users_module
 from ..patches.entry_points import without_modes
@@ -488,9 +488,10 @@ class CallRecogniser(TorchFunctionMode):
         except Unknown as e:
             self.refuse(f'`{_called(func)}` is given {e}{_line()}')
             return func(*args, **kwargs)
-        calls = n_device_calls()
+        calls,reads = n_device_calls(),n_reads()
         res = func(*args, **kwargs)
-        if n_device_calls()!=calls: self.refuse(f'`{_called(func)}` reads the device, or runs what it has to do{_line()}')
+        if n_reads()!=reads: self.refuse(f'`{_called(func)}` reads the device{_line()}')
+        elif n_device_calls()!=calls: self.refuse(f'`{_called(func)}` runs a program of its own{_line()}')
         elif func in _hooks and res is not None: self.refuse(f'{_hooks[func]} must run in each step{_line()}')
         else: self._note(key, func, kept, res, other)
         return res
