@@ -20,6 +20,7 @@ def saved(o):
     return torch.load(f, weights_only=False)
 
 TRIPS = dict(pickle=pickled, cloudpickle=cloudpickled, deepcopy=deepcopy, torch_save=saved)
+IN_BATCH = {k: f for k,f in TRIPS.items() if k!='deepcopy'} # which torch refuses for a loss with its graph
 trips = pytest.mark.parametrize('trip', TRIPS.values(), ids=TRIPS)
 
 @pytest.fixture(autouse=True)
@@ -303,7 +304,7 @@ MAKERS = dict(mlp=mlp_learner, mixup_accumulation=rng_learner, csv=csv_learner, 
 @pytest.mark.parametrize('mk', MAKERS.values(), ids=MAKERS)
 def test_cancelled(mk, event):
     "A copy that is made inside a batch leaves the fit as its cancelled original does, and both train on"
-    a,cb = twin(mk),Copies(event, epoch=1, cancel=True)
+    a,cb = twin(mk),Copies(event, IN_BATCH, epoch=1, cancel=True)
     a.fit_one_cycle(2, 1e-2, cbs=cb)
     bs = {k: leave(b) for k,b in cb.copies.items()}
     train_on(a)
@@ -321,7 +322,7 @@ def test_finished(mk):
         equal(a, finish(b))
         assert len(b.recorder.values)==3 and len(b.recorder.losses)==len(a.recorder.losses) and b.recorder.hps==a.recorder.hps
 
-@pytest.mark.parametrize('event,trips', [('after_batch', 'pickle deepcopy'), ('after_pred', 'cloudpickle')])
+@pytest.mark.parametrize('event,trips', [('after_batch', 'pickle'), ('after_pred', 'cloudpickle')])
 def test_cancelled_on_xla(event, trips):
     "Losses that wait on the device arrive, each once"
     a,cb = twin(rng_learner, tpu=True),Copies(event, {k: TRIPS[k] for k in trips.split()}, cancel=True)
@@ -346,13 +347,6 @@ def test_finished_on_xla():
 def test_iterators_without_the_patch():
     a = twin(named_images, cbs=[cb := Copies('after_batch', dict(pickle=pickled))])
     with without(DataLoader, '__getstate__'), pytest.raises(TypeError, match='generator'): a.fit(1)
-
-def test_deepcopy_without_the_patch():
-    a = twin(cbs=Copies('after_batch', dict(deepcopy=deepcopy)))
-    with without(Learner, '__deepcopy__'), pytest.raises(RuntimeError, match='graph leaves'): a.fit(1)
-
-def test_deepcopy_elsewhere_is_as_strict_as_before():
-    with pytest.raises(RuntimeError, match='graph leaves'): deepcopy(torch.ones(2, requires_grad=True)*2)
 
 # ---- CSVLogger
 

@@ -14,7 +14,7 @@ from fastai.basics import Callback
 from ..runtime.device import xm
 from ..runtime.ranks import gather_objects, is_main, world_size
 from ..runtime.transfer import on_xla, to_host
-from ..patches.opt_steps import tell_steps
+from ..patches.grads import tell_steps
 from ..train.move import learner_modules, opt_tensors
 
 # %% ../../nbs/617_distributed.alike.ipynb #reduce

@@ -16,7 +16,7 @@ from fastai.basics import defaults
 import torch
 from ..runtime.users import users_modules
 from ..patches.registry import Loans
-from ..patches.spawn import spawn_by_value
+from ..patches.travel import spawn_by_value
 from .serialization import dumps, Received
 from .shared import WatchedObjects
 from .messages import Failed, Hello, Idle, Pause, PausedAt, Posted, Printed, Result, StopAt, unpicklable_error

@@ -24,7 +24,7 @@ from ..runtime.counts import own_reads
 from ..runtime.transfer import to_host
 from ..runtime.args import check_int
 from ..patches.registry import Loans
-from ..patches.spawn import spawn_with
+from ..patches.travel import spawn_with
 
 # %% ../../nbs/495_virtual_cores.processes.ipynb #error
 class RankError(RuntimeError):

@@ -3,7 +3,7 @@ import pytest, torch, torch.nn.functional as F
 from contextlib import contextmanager
 from torch import nn
 from fastai_xla.all import *
-from fastai_xla.patches.torch_tpu import Kernels
+from fastai_xla.patches.ops import Kernels
 from fastai_xla.torch_tpu.compiled import compile_settings
 
 @contextmanager
