@@ -19,7 +19,7 @@ models = dict(resnet18_64=WorkOf('resnet18'), resnet18=WorkOf('resnet18', True, 
 
 def _without(name):
     "Lend torch all functions but this"
-    from fastai_xla.models import tpu_forms
+    from fastai_xla.models import forms as tpu_forms
     stock = tpu_forms.lend_builtin
     def lend(loans, owner, k, f):
         if f.__name__!=name: stock(loans, owner, k, f)

@@ -114,7 +114,7 @@ def _count(kind, url):
     n = 0
     with _open(url) as f:
         try:
-            for n in kind.numbers(url, f): pass
+            for n,_ in enumerate(kind.samples(url, f), 1): pass
         except Exception as e: raise _broken(url, n, e) from e
     return n
 
@@ -196,21 +196,11 @@ class ShardReaders:
 # %% ../../nbs/270_data.shards.ipynb #tar
 class TarShards(Shards):
     "A dataset over tar shards; parts of a sample are named by the extension of their file"
-    @staticmethod
-    def _files(url, f, **kwargs): return optional_library('webdataset').tariterators.tar_file_expander([dict(url=url, stream=f)], **kwargs)
-
     @classmethod
     def samples(cls, url, f):
         "Each sample in the file `f`, as a dict of bytes"
-        return optional_library('webdataset').tariterators.group_by_keys(cls._files(url, f))
-
-    @classmethod
-    def numbers(cls, url, f):
-        "After each sample how many it were"
-        keys,of = {None},optional_library('webdataset').tariterators.base_plus_ext
-        for o in cls._files(url, f, eof_value=None):
-            keys.add(of(o['fname'])[0])
-            yield len(keys)-1
+        tar = optional_library('webdataset').tariterators
+        return tar.group_by_keys(tar.tar_file_expander([dict(url=url, stream=f)]))
 
     @staticmethod
     def part(sample, k): return optional_library('webdataset').getfirst(sample, k)
@@ -276,11 +266,6 @@ class TFRecordShards(Shards):
     def samples(cls, url, f):
         "Each sample in the file `f`, as a dict of its features"
         for i,b in enumerate(_read_records(f)): yield {'__key__': i, **cls.parse(b)}
-
-    @classmethod
-    def numbers(cls, url, f):
-        "After each sample how many it were"
-        return (n for n,_ in enumerate(_read_records(f), 1))
 
     @staticmethod
     def parse(

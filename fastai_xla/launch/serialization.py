@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 from ..runtime.users import travelled, users_module
 from ..runtime.values import contents, is_atom, Pickler, same_numbers, states
-from ..models.as_written import as_written
+from ..models.forms import as_written
 
 # %% ../../nbs/540_launch.serialization.ipynb #memory
 _large = 2**20 # bytes

@@ -28,10 +28,9 @@ from ..patches.learner import xla_callbacks, XLACallback
 from ..data.rng import base_seed, kept_rng
 from ..data.placement import TfmPlacement
 from ..data.loader import XLADL
-from ..models.as_written import lend_as_written
 from ..models.norms import lend_weight_norms, mixes_samples, running_stats
 from ..models.ranges import RangeCheck
-from ..models.tpu_forms import lend_tpu_forms
+from ..models.forms import lend_as_written, lend_tpu_forms
 from ..models.text import lend_text, pads_text
 from ..models.timm import lend_timm
 from .move import HostValues, move_learner, opt_states, placed_tensors, Renewal
