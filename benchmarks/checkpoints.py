@@ -19,7 +19,7 @@ from fastai_xla.checkpoint.callback import plan_resume
 from fastai_xla.checkpoint.manager import CheckpointManager
 from fastai_xla.checkpoint.safe import Undecodable
 from fastai_xla.checkpoint.storage import CheckpointDir
-from fastai_xla.checkpoint.train_state import note_all_made, TrainState
+from fastai_xla.checkpoint.train_state import note_all_made, read_state, restore_state
 from fastai_xla.runtime.device import xm
 from fastcore.script import call_parse
 
@@ -167,7 +167,7 @@ def try_attack(f, good, learn, d):
         with contextlib.redirect_stdout(io.StringIO()): found = CheckpointManager(run).newest()
         plan_resume(found, settings, found.position.fit)
         load_state(learn, found.saved)
-        TrainState(found.saved.files['train_state/00000.pt']).restore(learn)
+        restore_state(learn, read_state(learn, found.saved.files['train_state/00000.pt']))
     return mark.exists(), said(lambda: learn.load_sharded(run/good.name)), said(resume), mark.exists()
 
 def malicious_table():

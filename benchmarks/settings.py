@@ -35,7 +35,7 @@ class Dies(Callback):
         if Dies.on and self.training and self.epoch==1 and self.iter==4: raise KeyboardInterrupt
 
 def train(path, dies=False, bs=8, n=64, shuffle=True, noise=.1, shift=.1, opt_func=Adam, lr=1e-2, wd=None, epochs=3, cbs=(), note='a', place='to_tpu',
-    fit='fit_one_cycle', split=1, width=8, strict=True, loss=None, **kwargs):
+    fit='fit_one_cycle', split=1, width=8, loss=None, **kwargs):
     "Train a small Learner, with checkpoints in `path`"
     Dies.on = dies
     set_seed(1)
@@ -44,7 +44,7 @@ def train(path, dies=False, bs=8, n=64, shuffle=True, noise=.1, shift=.1, opt_fu
     dls = DataLoaders(TfmdDL(samples[:n], bs=bs, shuffle=shuffle, after_item=Noise(noise), after_batch=Shift(shift)), TfmdDL(samples[80:], bs=8))
     model = nn.Sequential(nn.Linear(16,width), nn.ReLU(), nn.Linear(width,4))
     learn = Learner(dls, model, loss_func=loss or CrossEntropyLossFlat(), opt_func=opt_func, path=path, splitter=lambda m: L(m[:1], m[1:]).map(params)[:2] if split==2 else params(m),
-        cbs=[resume_from(path, every=1, strict=strict, asynchronous=False), Tells(note), *cbs, Dies()])
+        cbs=[resume_from(path, every=1, asynchronous=False), Tells(note), *cbs, Dies()])
     getattr(learn, place)(**kwargs)
     set_seed(3)
     with learn.no_bar(),learn.no_logging(): getattr(learn, fit)(epochs, lr, wd=wd)
@@ -58,7 +58,7 @@ cases = {
     'accumulation': dict(cbs=[GradientAccumulation(16)]), 'item transform': dict(noise=.3), 'batch transform': dict(shift=.3),
     'loss function': dict(loss=LabelSmoothingCrossEntropyFlat()),
     'optimizer': dict(opt_func=SGD), "torch's optimizer": dict(opt_func=partial(OptimWrapper, opt=torch.optim.AdamW)), 'groups': dict(split=2),
-    'smaller bs': dict(bs=4), 'larger bs': dict(bs=32), 'larger bs, strict=False': dict(bs=32, strict=False), 'optimizer, strict=False': dict(opt_func=SGD, strict=False),
+    'smaller bs': dict(bs=4), 'larger bs': dict(bs=32),
     'fewer samples': dict(n=40), 'no shuffle': dict(shuffle=False), 'width of the model': dict(width=16), 'to_tpu_sharded': dict(place='to_tpu_sharded', fsdp=4),
 }
 cases['patience']['_was'] = dict(cbs=[EarlyStoppingCallback(patience=8)])

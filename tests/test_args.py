@@ -93,7 +93,7 @@ CASES = [ # what is called, and of its arguments the wrong values
     (KeepPolicy, dict(newest=count, best=at_least_0, every=at_least_0, monitor=but('a'), mode=but(None))),
     (saver, dict(path=place, every=count_or_none, keep=count, resume=bit, minutes=but(None, 1.5), epochs=but(None, 0), keep_best=at_least_0,
         keep_every=at_least_0, monitor=but('a'), mode=but(None), load_best=bit, asynchronous=bit, on_error=WRONG, resume_from=place_or_none,
-        init_from=place_or_none, strict=bit)),
+        init_from=place_or_none)),
     (register_type, dict(cls=WRONG)),
     (resume_from, dict(path=place, every=count_or_none, keep=count), dict(path='a')),
     (lambda **kw: learn().save_sharded(**kw), dict(file=place, with_opt=bit), dict(file='a')),
@@ -148,11 +148,11 @@ SEAMS = '''gather_bytes tpu_line Denominators is_sample_mean gather_rows is_user
     dist_version inside_boxes ShardReader uncount_steps make_programs_for lend_builtin arranged_update program_calls
     function_of register OwnDraws graph_error wrong_device_error launch_error shapes_of
     groups_by_size note_made check_differences settings_of ema_weight
-    hlo_number hlo_message compile_options ProgramReport ProgramLog tpu_advice trace_phase TPUReport module_of unpack_call state_bytes LastOfStep StepRecorder step_times rates_of show_line
+    hlo_number hlo_message compile_options ProgramReport ProgramLog tpu_advice trace_phase TPUReport module_of unpack_call state_bytes LastOfStep StepRecorder step_times Throughput
     time_fit device_span host_span HostShare
     assemble MeshTrainer bar_says notice_nan
     step_metrics 
-    CheckpointDir check_writable StackedList safe_loads copy_model write_model ShardFiles shards_of plan_resume Position write_shards model_and_opt Kernels to_tpu to_tpu_distributed TorchTPURankTrainer GradientAverager'''.split()
+    CheckpointDir StackedList safe_loads copy_model write_model ShardFiles shards_of plan_resume Position write_shards model_and_opt Kernels to_tpu to_tpu_distributed TorchTPURankTrainer GradientAverager'''.split()
 
 def options(f):
     "The parameters of `f` that say they are numbers, words or switches"

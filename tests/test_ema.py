@@ -104,10 +104,6 @@ def test_a_fit_that_had_ended_goes_on():
     ends(fit(learn, 2, EMACallback(**warm)))
     near(start, seen.weights, 0, 0)
 
-def test_a_checkpoint_of_another_optimizer():
-    with pytest.raises(KeyboardInterrupt): trained(TPUCheckpoint('run', every=3), Dies(5))
-    with pytest.raises(ValueError, match='is of another optimizer, with whose state the averages are'): trained(resume_from('run', strict=False), opt_func=SGD)
-
 def on_ranks(cbs=lambda r: [], **kwargs):
     "The outcome of each replica; BatchNorm by the global batch, so that it is what one process does"
     learns = [learner(bs=4) for _ in range(2)]

@@ -39,7 +39,6 @@ def save_sharded(self:Learner,
     token = from_main(lambda: uuid.uuid4().hex[:8])
     if is_main() or host_index():
         place,name = split_path(path)
-        if not host_index() and place.is_foreign(name): raise FileExistsError(f"{path} exists and is no checkpoint of `save_sharded`: choose another name")
         with place.replacing(name, token=token, part=host_index(), parts=n_hosts()) as folder:
             write_model(copy_model(model_and_opt(self, with_opt), at_once=False), folder, host_index())
     barrier()

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 from fastcore.all import noop
 from ..runtime.args import check_choice, check_int, check_path, check_type
-from .storage import check_writable, CheckpointDir, DamagedCheckpoint, folder_lock, InUse, SkipCheckpoint
+from .storage import CheckpointDir, DamagedCheckpoint, folder_lock, InUse, manifest_name, SkipCheckpoint
 
 # %% ../../nbs/780_checkpoint.manager.ipynb #position
 @dataclass(frozen=True, order=True)
@@ -23,7 +23,6 @@ class Position:
     fit:int # Fits that are done
     epoch:int=0 # Epochs of the next fit that are done
     batch:int=0 # Training batches of its next epoch that are done
-    trained:bool=field(default=False, compare=False) # Were these all of the epoch, so that its validation comes next?
     run_id:str=field(default='', compare=False) # Of the training
     n_ranks:int=field(default=1, compare=False) # Replicas that trained
 
@@ -118,11 +117,13 @@ class CheckpointManager:
         "The newest good `Checkpoint`, None if there is none at all; those that are passed over are named"
         self.cached,self.damaged = {},set()
         good = self.names()
-        found,faults = self._first_good([*(o for o in self._names() if o not in good and not self.place.is_unfinished(o)), *reversed(good)])
+        others = {o: self.place.has(o) for o in self._names() if o not in good} # has their writing ended?
+        found,faults = self._first_good([*(o for o,ended in others.items() if ended), *reversed(good)])
+        said = [*faults, *(f'The checkpoint {self.path}/{o} was not finished: {manifest_name} is missing' for o,ended in others.items() if not ended)]
         if found is None and faults:
-            raise DamagedCheckpoint(f"None of the checkpoints in {self.path} can be used. {'; '.join(faults)}. "
+            raise DamagedCheckpoint(f"None of the checkpoints in {self.path} can be used. {'; '.join(said)}. "
                 "Bring one back from a copy, or begin anew in another folder.")
-        for o in faults: print(f'{o}; passed over')
+        for o in said: print(f'{o}; passed over')
         return found
 
     def best(self):
@@ -131,13 +132,10 @@ class CheckpointManager:
 
     @contextmanager
     def opened(self,
-        n_bytes:int=0, # That a checkpoint has at least
         main:bool=True, # Is this the host that keeps the folder?
     ):
         "A context in which no other training writes there, and at whose end all checkpoints are written"
-        if main: check_writable(self.place, n_bytes)
         with folder_lock(self.place) if main else nullcontext(noop) as self.check_lock:
-            if main: self.place.clear('fit')
             try: yield
             except BaseException:
                 self.finish(failed=True)

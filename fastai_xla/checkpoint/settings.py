@@ -132,14 +132,13 @@ def hypers_of(opt):
 
 def settings_of(
     learn, # A Learner whose fit begins, with an optimizer
-    strategy:str='', # How it trains, in words
     replicas:int=1, # How many share a step
 ):
     "What the user has written for this fit, in plain data"
     dl,opt = learn.dls.train,learn.opt
     cbs = {k[1]+(f' {k[2]+1}' if k[2] else ''): config_of(cb) for k,cb in users_cbs(learn).items() if not isinstance(cb, ParamScheduler)}
     schedule = {k: _curve(f) for cb in learn._grab_cbs(ParamScheduler) for k,f in cb.scheds.items()}
-    return dict(optimizer=_optimizer(opt), groups=[len(pl) for pl in opt.param_lists], replicas=replicas, data=_data(dl), strategy=strategy,
+    return dict(optimizer=_optimizer(opt), groups=[len(pl) for pl in opt.param_lists], replicas=replicas, data=_data(dl),
         item_tfms=_tfms(dl, 'after_item'), before_batch=_tfms(dl, 'before_batch'), batch_tfms=_tfms(dl, 'after_batch'),
         workers=getattr(getattr(dl, 'fake_l', dl), 'num_workers', None), loss=_text(learn.loss_func), metrics=[m.name for m in learn.metrics],
         callbacks=cbs, epochs=learn.n_epoch, hypers=hypers_of(opt), schedule=schedule, versions=_versions())
@@ -182,12 +181,10 @@ def differences(
 def check_differences(
     diffs:list, # From `differences`
     folder, # Of the checkpoint
-    strict:bool=True, # Raise where the training cannot resume as it was?
 ):
     "A line that says what is not as it was, '' if all is; raises at what the training cannot resume with"
-    bad = [o for o in diffs if o.root in _remedies]
-    if bad and strict:
+    if bad := [o for o in diffs if o.root in _remedies]:
         remedies = dict.fromkeys(_remedies[o.root] for o in bad)
         raise ValueError(f"{folder} was written with other settings: {'; '.join(map(str, bad))}. To resume, {'; '.join(remedies)}; "
-            "`resume_from(..., strict=False)` resumes all the same, with what fits.")
+            "or begin anew in another folder, with its weights by `init_from`.")
     return f"Resuming with changed settings: {'; '.join(map(str, diffs))}" if diffs else ''

@@ -6,18 +6,17 @@ Docs: https://fastai-xla.github.io/fastai_xla/checkpoint.storage.html.md"""
 
 # %% auto #0
 __all__ = ['manifest_name', 'DamagedCheckpoint', 'SkipCheckpoint', 'is_url', 'Saved', 'CheckpointDir', 'split_path',
-           'open_checkpoint', 'InUse', 'folder_lock', 'check_writable', 'check_shared']
+           'open_checkpoint', 'InUse', 'folder_lock', 'check_shared']
 
 # %% ../../nbs/730_checkpoint.storage.ipynb #imports
 import atexit, hashlib, json, os, re, shutil, socket, tempfile, threading, time, uuid
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 from filelock import FileLock, Timeout
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
-from fsspec.registry import known_implementations
 from ..runtime.device import xr
 from ..runtime.hosts import n_hosts
 from ..runtime.ranks import barrier, from_main, gather_objects, is_main, world_size
@@ -61,11 +60,7 @@ def _filesystem(path):
     "The file system of `path`, and its root there"
     if re.match(r'\w{2,}:/[^/]', str(path)): raise ValueError(f"{path} is an address that `Path` has cut: give it as a string.")
     if not is_url(path): return LocalFileSystem(),str(Path(path).absolute())
-    try: fs,root = url_to_fs(path, use_listings_cache=False)
-    except ImportError as e:
-        package = known_implementations[path.partition('://')[0].rpartition('::')[2]]['class'].partition('.')[0]
-        raise ImportError(f"{path} needs {package} ({e}): pip install {package}") from e
-    except ValueError as e: raise ValueError(f"{path} is no address that fsspec knows ({e}): use a local folder, or gs://, s3:// and the like.") from e
+    fs,root = url_to_fs(path, use_listings_cache=False)
     return fs,root.rstrip('/')
 
 @cache
@@ -81,7 +76,6 @@ def _stored_name(file, token):
     return str(p.with_name(f'{p.stem}.{token}{p.suffix}'))
 
 def _part_file(part, token): return f'.part{part:03}.{token}.json'
-def _partial_file(token): return f'.partial.{token}.json'
 
 # %% ../../nbs/730_checkpoint.storage.ipynb #dir
 class Saved(NamedTuple):
@@ -115,38 +109,31 @@ class CheckpointDir:
         "Was the checkpoint `name` finished?"
         return self.fs.exists(self.at(name, manifest_name))
 
-    def is_unfinished(self, name):
-        "Was a process killed that wrote the first version of the checkpoint `name`, or removed it?"
-        if self.has(name): return False
-        files = self.fs.find(self.at(name))
-        return not files or any('.partial.' in o for o in files)
-
-    def is_foreign(self, name):
-        "Has the folder `name` files that no checkpoint has?"
-        files = [] if self.has(name) or name not in self.names() else self.fs.find(self.at(name))
-        return any(not re.search(r'\.[0-9a-f]{8}(\.\w+)?$', o) for o in files)
-
     def read(self, file):
         "The bytes of a file below `path`; None if there is none"
         try: return self.fs.cat_file(self.at(file))
         except (FileNotFoundError, NotADirectoryError): return None
 
+    def _put(self, local, file):
+        "Bring a local file, on a disk one of the same disk, to `file` below `path`, at once whole"
+        if not self.is_local: return self.fs.put_file(str(local), self.at(file))
+        to = Path(self.at(file))
+        _fsync(local)
+        to.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(local, to)
+        _fsync(to.parent)
+
     def write(self, file, b):
         "Write the bytes `b` into a file below `path`, at once whole"
         if not self.is_local: return self.fs.pipe_file(self.at(file), b)
-        to = Path(self.at(file))
-        new = to.with_name(f'.{to.name}.{uuid.uuid4().hex[:8]}')
-        to.parent.mkdir(parents=True, exist_ok=True)
+        new = Path(self.at(f'{file}.{uuid.uuid4().hex[:8]}'))
+        new.parent.mkdir(parents=True, exist_ok=True)
         new.write_bytes(b)
-        _fsync(new)
-        new.replace(to)
-        _fsync(to.parent)
+        self._put(new, file)
 
     def remove(self, name):
         "Remove a checkpoint or file; what is removed in part does not count"
-        if self.has(name):
-            self.write(f'{name}/{_partial_file("0"*8)}', b'{}')
-            self.fs.rm(self.at(name, manifest_name))
+        if self.has(name): self.fs.rm(self.at(name, manifest_name))
         if self.fs.exists(self.at(name)): self.fs.rm(self.at(name), recursive=True)
 
     def info(self, name):
@@ -157,7 +144,7 @@ class CheckpointDir:
     @contextmanager
     def _staging(self, name, token):
         "A new local folder, on the same disk if this is one"
-        folder = Path(self.at(f'.{name}.{token}') if self.is_local else tempfile.mkdtemp())
+        folder = Path(self.at(name, f'.{token}') if self.is_local else tempfile.mkdtemp())
         folder.mkdir(parents=True, exist_ok=True)
         try: yield folder
         finally: shutil.rmtree(folder, ignore_errors=True)
@@ -167,13 +154,8 @@ class CheckpointDir:
         files = {}
         for o in sorted(o for o in folder.rglob('*') if o.is_file()):
             file = str(PurePosixPath(o.relative_to(folder)))
-            to,files[file] = self.at(name, _stored_name(file, token)),[o.stat().st_size, _file_checksum(o)]
-            if not self.is_local: self.fs.put_file(str(o), to)
-            else:
-                _fsync(o)
-                os.makedirs(os.path.dirname(to), exist_ok=True)
-                os.replace(o, to)
-                _fsync(os.path.dirname(to))
+            files[file] = [o.stat().st_size, _file_checksum(o)]
+            self._put(o, f'{name}/{_stored_name(file, token)}')
         return files
 
     def _await_part(self, name, part, token, limit):
@@ -204,7 +186,6 @@ class CheckpointDir:
             except SkipCheckpoint as e:
                 if part: write_part(skip=str(e))
                 raise
-            if not part: self.write(f'{name}/{_partial_file(token)}', b'{}')
             files = self._publish(folder, name, token)
         if part: return write_part(files=files)
         for i in range(1, parts): files.update(self._await_part(name, i, token, limit))
@@ -212,16 +193,13 @@ class CheckpointDir:
         self._remove_stale(name, {manifest_name, *(_stored_name(o, token) for o in files)})
 
     def _remove_stale(self, name, keep):
-        "Remove what is in the folder `name` and does not belong to its version"
+        "Remove what other versions of the checkpoint `name` have left; files that are of no version stay"
         root = self.at(name)
         for o in self.fs.find(root):
-            if o[len(root):].lstrip('/') not in keep: self.fs.rm(o)
-        self.clear(name)
-
-    def clear(self, prefix):
-        "Remove the hidden folders of checkpoints, whose names begin so, that a killed process was writing on this disk"
+            file = o[len(root):].lstrip('/')
+            if file not in keep and re.search(r'\.[0-9a-f]{8}(\.\w+$|/|$)', file): self.fs.rm(o)
         if self.is_local:
-            for o in Path(self.at()).glob(f'.{prefix}*.*'): shutil.rmtree(o, ignore_errors=True)
+            for o in Path(root).glob('.'+'[0-9a-f]'*8): shutil.rmtree(o, ignore_errors=True)
 
     def open(self, name):
         "The checkpoint `name` as a `Saved`, whose files are local, perhaps copies; raises `DamagedCheckpoint` if one is not what was written"
@@ -269,68 +247,36 @@ def open_checkpoint(path):
 class InUse(RuntimeError): "Another process writes into the folder"
 
 _owner_file = '.owner.json'
-_lock_wait,_renew_every,_void_after = 5.,60.,300. # Seconds: for a dead owner's children to end; between two renewals; without one until nobody owns the folder
-
-def _owner(place):
-    "Who writes there, as a dict, or None"
-    try: return {'host': '', 'pid': 0, 'time': 0, 'token': '', **json.loads(place.read(_owner_file) or b'null')}
-    except (ValueError, TypeError): return None
-
-def _write_owner(place, token):
-    place.write(_owner_file, json.dumps(dict(host=socket.gethostname(), pid=os.getpid(), time=time.time(), token=token)).encode())
-
-def _who(o): return f"process {o['pid']} on {o['host']}" if o else 'another process'
-
-def _has_ended(o):
-    "Has the owner `o` died on this host, or not renewed its lock for long?"
-    return time.time()-o['time']>=_void_after or o['host']==socket.gethostname() and not os.path.exists(f"/proc/{o['pid']}")
-
-@contextmanager
-def _kernel_lock(place):
-    "A context that has the kernel's lock on a folder, or has it not; gives whether it has"
-    lock = None
-    if place.is_local:
-        Path(place.at()).mkdir(parents=True, exist_ok=True)
-        with suppress(Timeout, RuntimeError): # another process has it; this thread has it, or the file system knows no locks
-            lock = FileLock(place.at('.lock')).acquire(timeout=_lock_wait)
-    with lock or nullcontext(): yield lock is not None
+_lock_wait = 5. # Seconds for the children of a killed process to end, which have its lock too
 
 @contextmanager
 def folder_lock(place):
-    "A context in which no other training writes at the `CheckpointDir`, with a function that raises if another has taken over; `InUse` if another does"
-    token,ended = uuid.uuid4().hex,threading.Event()
-    def has_it(): return (o := _owner(place)) is not None and o['token']==token
+    """A context in which this process owns the `CheckpointDir`: on a disk, where the kernel has a lock, no other can come, elsewhere the last that came
+    owns it. Gives a function that raises `InUse` if another has taken over"""
+    me,lock = dict(host=socket.gethostname(), pid=os.getpid(), token=uuid.uuid4().hex),nullcontext()
+    def owner():
+        try: return json.loads(place.read(_owner_file))
+        except (TypeError, ValueError): return {}
+    def who(): return 'process {pid} on {host}'.format(**{'pid': '?', 'host': 'a host', **owner()})
     def check():
-        if not has_it():
-            raise InUse(f"{place.path} was taken over by {_who(_owner(place))} from this process, which is {os.getpid()} on {socket.gethostname()}: "
+        if owner()!=me:
+            raise InUse(f"{place.path} was taken over by {who()} from this process, which is {me['pid']} on {me['host']}: "
                 "only one of them can write there. Stop one, or give it another folder.")
-    def renew():
-        while not ended.wait(_renew_every):
-            with suppress(Exception): # the next checkpoint says what it is
-                if has_it(): _write_owner(place, token)
-    with _kernel_lock(place) as is_sure:
-        if not is_sure and (o := _owner(place)) and not _has_ended(o):
-            raise InUse(f"{place.path} is in use by {_who(o)}: wait for its end, stop it, or choose another folder.")
-        _write_owner(place, token)
-        if not is_sure: time.sleep(.2) # of two that come at once, the first one sees the second's
-        check()
-        threading.Thread(target=renew, daemon=True).start()
+    try:
+        if place.is_local:
+            Path(place.at()).mkdir(parents=True, exist_ok=True)
+            try: lock = FileLock(place.at('.lock')).acquire(timeout=_lock_wait)
+            except NotImplementedError: pass # a file system without locks
+        place.write(_owner_file, json.dumps(me).encode())
+    except (Timeout, RuntimeError): # another process has it, or this thread
+        raise InUse(f"{place.path} is in use by {who()}: wait for its end, stop it, or choose another folder.") from None
+    except Exception as e: raise OSError(f"No checkpoint can be written to {place.path}: choose another folder, or repair this. {type(e).__name__}: {e}") from e
+    with lock:
         try: yield check
         finally:
-            ended.set()
-            if has_it(): place.remove(_owner_file)
+            if owner()==me: place.remove(_owner_file)
 
 # %% ../../nbs/730_checkpoint.storage.ipynb #checks
-def check_writable(place, n_bytes):
-    "Raise unless a checkpoint of `n_bytes` can be written at the `CheckpointDir`"
-    try:
-        place.write('.probe', b'')
-        place.remove('.probe')
-    except Exception as e: raise OSError(f"No checkpoint can be written to {place.path}: choose another folder, or repair this. {type(e).__name__}: {e}") from e
-    free = shutil.disk_usage(place.at()).free if place.is_local else n_bytes
-    if free<n_bytes:
-        raise OSError(f"A checkpoint has at least {n_bytes/1e6:.0f} MB, and {place.path} has space for {free/1e6:.0f}: free some, or choose another folder.")
-
 def check_shared(place):
     "Raise unless the ranks of all hosts see what the main one writes at the `CheckpointDir`; every rank must call this"
     if not place.is_local or n_hosts()==1 and (world_size()==1 or world_size()==xr.local_device_count()): return

@@ -6,7 +6,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/checkpoint.train_state.html.md"""
 
 # %% auto #0
 __all__ = ['model_and_opt', 'ModelCopy', 'copy_model', 'write_model', 'load_state', 'loader_state', 'set_loader_state',
-           'note_all_made', 'TrainState']
+           'note_all_made', 'capture_state', 'read_state', 'restore_state']
 
 # %% ../../nbs/770_checkpoint.train_state.ipynb #imports
 from contextlib import contextmanager
@@ -223,56 +223,49 @@ def _buffers(learn): return [b for m in learner_modules(learn) for b in m.buffer
 
 _counters = 'train_iter','pct_train','smooth_loss','final_record'
 
-class TrainState:
-    "What a rank needs to resume, besides model and optimizer, as the bytes of a file"
-    def __init__(self,
-        b, # From `safe_dumps`, or the path of a file with it
-        left_out=(), # What of the Learner it does not have, in words
-    ): self.b,self.left_out = b,left_out
+def capture_state(
+    learn, # On a device, between two batches
+    start:dict=None, # `loader_state` when the epoch began
+):
+    "What this rank needs to resume, besides model and optimizer, as the bytes of a file; and what of the Learner it does not have, in words"
+    for cb in learn._grab_cbs(TPUTrainer): cb.queue.flush()
+    fetch_pending_losses(learn)
+    known,objects,ts = _known_objects(learn),_stateful(learn),model_tensors(learn)
+    found = {k: _state(k, o) for k,o in objects.items()}
+    states,left_out = _writable(*({k: o[i] for k,o in found.items()} for i in (0,1)), known)
+    return safe_dumps(dict(states=states, made={k: made_as(o) for k,o in objects.items()}, start=start, loaders=loader_state(learn), rng=rng_state(),
+        device_rng=xm.get_rng_state(str(xla_device())), learn={k: fetch_if_pending(vars(learn)[k]) for k in _counters if k in vars(learn)},
+        frozen=learn.opt.frozen_idx, requires_grad={k: t.requires_grad for k,t in ts.items()}, zero_grads=with_grad(learn),
+        grads=to_host({k: t.grad for k,t in ts.items() if t.grad is not None}),
+        kept={i: m.kept for i,m in enumerate(learner_metrics(learn)) if isinstance(m, DeviceMetric)}, # for the other ranks
+        buffers=to_host([b.detach() for b in _buffers(learn)]) if world_size()>1 else []), known),left_out
 
-    @classmethod
-    def of(cls,
-        learn, # On a device, between two batches
-        start:dict=None, # `loader_state` when the epoch began
-    ):
-        "The state of `learn`"
-        for cb in learn._grab_cbs(TPUTrainer): cb.queue.flush()
-        fetch_pending_losses(learn)
-        known,objects,ts = _known_objects(learn),_stateful(learn),model_tensors(learn)
-        found = {k: _state(k, o) for k,o in objects.items()}
-        states,left_out = _writable(*({k: o[i] for k,o in found.items()} for i in (0,1)), known)
-        return cls(safe_dumps(dict(states=states, made={k: made_as(o) for k,o in objects.items()}, start=start, loaders=loader_state(learn), rng=rng_state(),
-            device_rng=xm.get_rng_state(str(xla_device())), learn={k: fetch_if_pending(vars(learn)[k]) for k in _counters if k in vars(learn)},
-            frozen=learn.opt.frozen_idx, requires_grad={k: t.requires_grad for k,t in ts.items()}, zero_grads=with_grad(learn),
-            grads=to_host({k: t.grad for k,t in ts.items() if t.grad is not None}),
-            kept={i: m.kept for i,m in enumerate(learner_metrics(learn)) if isinstance(m, DeviceMetric)}, # for the other ranks
-            buffers=to_host([b.detach() for b in _buffers(learn)]) if world_size()>1 else []), known), left_out)
+def read_state(
+    learn, # A Learner like the one that it is of
+    file, # Path of a file with what `capture_state` has given, or its bytes
+):
+    "The state in a file, for `restore_state`; its `start` is the `loader_state` when the epoch began"
+    device = _device(learn)
+    res = safe_loads(file, _known_objects(learn), device if device.type=='xla' else None)
+    if not isinstance(res, dict) or 'states' not in res: raise Undecodable('it is no state of a training')
+    return res
 
-    def _loads(self, learn):
-        device = _device(learn)
-        res = safe_loads(self.b, _known_objects(learn), device if device.type=='xla' else None)
-        if not isinstance(res, dict) or 'states' not in res: raise Undecodable('it is no state of a training')
-        return res
-
-    def start(self, learn):
-        "The `loader_state` when the epoch began"
-        return self._loads(learn)['start']
-
-    def restore(self,
-        learn, # A Learner like the one that it is of, after `note_all_made`
-    ):
-        "Give `learn` this state; returns the `loader_state` then, and the arguments that stay as the user has written them since"
-        state,objects,stays = self._loads(learn),_stateful(learn),[]
-        for k,st in state['states'].items():
-            if k in objects: stays += [f'{k[1]}.{a}' for a in set_state(objects[k], st, state['made'].get(k, {}))]
-        vars(learn).update(state['learn'])
-        _restore_model(learn, state)
-        for i,m in enumerate(learner_metrics(learn)):
-            if isinstance(m, DeviceMetric): m.kept = state['kept'].get(i, [])
-            if isinstance(m, DeviceSmoothLoss): m.history,m.count,m.start = [],m.metric.count,m.metric.count
-        if _owns_rng(): set_rng_state(state['rng'])
-        if (device := _device(learn)).type=='xla': xm.set_rng_state(state['device_rng'], str(device))
-        return state['loaders'],stays
+def restore_state(
+    learn, # After `note_all_made`
+    state:dict, # From `read_state`
+):
+    "Give `learn` this state; returns the `loader_state` then, and the arguments that stay as the user has written them since"
+    objects,stays = _stateful(learn),[]
+    for k,st in state['states'].items():
+        if k in objects: stays += [f'{k[1]}.{a}' for a in set_state(objects[k], st, state['made'].get(k, {}))]
+    vars(learn).update(state['learn'])
+    _restore_model(learn, state)
+    for i,m in enumerate(learner_metrics(learn)):
+        if isinstance(m, DeviceMetric): m.kept = state['kept'].get(i, [])
+        if isinstance(m, DeviceSmoothLoss): m.history,m.count,m.start = [],m.metric.count,m.metric.count
+    if _owns_rng(): set_rng_state(state['rng'])
+    if (device := _device(learn)).type=='xla': xm.set_rng_state(state['device_rng'], str(device))
+    return state['loaders'],stays
 
 @torch.no_grad()
 def _restore_model(learn, state):

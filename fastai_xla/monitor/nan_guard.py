@@ -22,7 +22,7 @@ from ..models.norms import running_stats
 from ..train.steppers import mask_of, mask_step, StepMask
 from ..train.meters import DeviceSmoothLoss
 from ..train.trainer import TPUTrainer
-from .throughput import show_line
+from .throughput import FitMessage
 
 # %% ../../nbs/875_monitor.nan_guard.ipynb #error
 class NotFinite(FloatingPointError):
@@ -187,4 +187,4 @@ def notice_nan(
     if phase!='epoch' or not hasattr(learn, 'recorder') or hasattr(learn, 'lr_finder'): return
     *before,now = _finite_losses(learn)[-2:] or [True]
     if now or not all(before): return
-    show_line(learn, f"The losses of epoch {learn.epoch} are not finite: use `NaNGuard()` to stop at the batch, or `NaNGuard('skip')`")
+    FitMessage(f"The losses of epoch {learn.epoch} are not finite: use `NaNGuard()` to stop at the batch, or `NaNGuard('skip')`").show(learn)

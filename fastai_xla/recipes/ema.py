@@ -19,7 +19,6 @@ from ..train.program import beside_steps
 from ..train.trainer import TPUTrainer
 from ..distributed.trainer import sync_running_stats, TPUDistributedTrainer
 from ..sharding.trainer import MeshTrainer
-from ..checkpoint.callback import TPUCheckpoint
 
 # %% ../../nbs/851_recipes.ema.ipynb #weight
 def ema_weight(
@@ -82,10 +81,6 @@ class EMACallback(Callback):
         if half:
             raise ValueError(f"`EMACallback` needs weights of 32 bits, and {half} has 16, which round an average away: leave the model in float32, "
                 "and use `learn.to_bf16()`.")
-        for cb in self.learn._grab_cbs(TPUCheckpoint):
-            if cb.plan and not cb.plan.with_opt:
-                raise ValueError(f"{cb.plan.saved.path} is of another optimizer, with whose state the averages are: use that one, or begin with its weights by "
-                    "`resume_from(another folder, init_from=...)`.")
 
     def _params(self):
         "Parameters and their averages, which begin as what the parameter is now"
