@@ -242,7 +242,8 @@ class TPUMeter(Callback):
     def before_batch(self):
         if not self.training: return
         if self.train_iter<2: self._tell_compiling()
-        if self.iter!=self.next_iter or self.total is not self.counted: self._start_clock(self.iter) # a checkpoint has skipped what is done, or restored the total
+        is_next = self.iter==self.next_iter and self.total is self.counted # else a checkpoint has skipped what is done, or restored the total
+        if not is_next: self._start_clock(self.iter)
         if self.flops is None and self.peak: self._count_flops()
 
     def _tell_compiling(self):
