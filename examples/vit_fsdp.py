@@ -5,7 +5,7 @@ On a TPU, with ImageNet's train/ and val/ in a folder (or with `--fake_data`):
     python examples/vit_fsdp.py --data_dir imagenet-1k --ckpt_dir ckpts --bf16 --scan --batch_size 1024
 
 On a slice of several hosts the same command runs on each, with a folder for checkpoints that all of them reach; `--batch_size` counts the samples of all. See the guide's page on several hosts for the walk to a v5e-32, and for what
-of it has been run. A size for eight virtual cores (`--pretend_hosts 2` treats them as those of two hosts):
+of it has been run. A size for eight virtual cores:
 
     python examples/vit_fsdp.py --fake_data --fake_samples 256 --ckpt_dir ckpts --image_size 28 --embed_dim 64 --num_heads 4 --num_blocks 4 --num_classes 8 --batch_size 32 --num_epochs 3 --warmup_steps 8
 
@@ -14,12 +14,10 @@ freed, so `--flatten_parameters`, `--reshard_after_forward` and `--no_reshard_af
 again; `--resume_epoch 20` goes back to the one after epoch 20, and puts those after it into another folder.
 """
 import argparse, math, time
-from contextlib import nullcontext
 from fastai.vision.all import *
 from fastai_xla.all import *
 from fastai_xla.runtime.device import torch_xla
 from fastai_xla.runtime.ranks import barrier
-from fastai_xla.sharding.hosts import pretend_hosts
 
 class FakeImages:
     "Noise whose brightness tells the class; the same at each reading"
@@ -101,8 +99,7 @@ def get_learner(a):
     learn = Learner(dls, get_model(a), CrossEntropyLossFlat(), opt_func=opt, metrics=accuracy, wd=a.weight_decay, wd_bn_bias=True, cbs=cbs, path=a.ckpt_dir)
     if a.bf16: learn.to_bf16()
     if a.grad_ckpt and a.num_blocks==1: print('One block has no neighbour like it: trained without gradient checkpointing', flush=True)
-    with pretend_hosts(a.pretend_hosts) if a.pretend_hosts else nullcontext():
-        return learn.to_tpu_sharded(fsdp=1 if a.run_without_fsdp else a.fsdp, grad_ckpt=a.grad_ckpt and a.num_blocks>1, scan=a.scan)
+    return learn.to_tpu_sharded(fsdp=1 if a.run_without_fsdp else a.fsdp, grad_ckpt=a.grad_ckpt and a.num_blocks>1, scan=a.scan)
 
 def describe(learn, a, steps):
     n = sum(p.numel() for p in learn.model.parameters())
@@ -140,7 +137,6 @@ def parser():
     for o in ('flatten_parameters','reshard_after_forward','no_reshard_after_forward'): flag(o, 'changes nothing: XLA decides when parameters are gathered and freed')
     flag('shard_on_cpu', 'always so')
     flag('scan', 'one loop for all blocks'); flag('mark_step_after_forward', 'a program for the forward pass, and one for the rest of the step'); flag('bf16'); flag('run_without_fsdp', 'each core has all parameters'); add('fsdp', None, 'cores over which the parameters are spread; default: all')
-    add('pretend_hosts', None, 'treat the cores of this machine as those of so many hosts, to try that')
     return p
 
 def main(args=None):

@@ -22,7 +22,6 @@ from fastai_xla.monitor.throughput import batch_flops, peak_flops_of, tpu_kind
 from fastai_xla.recipes.optim import timm_layers
 from fastai_xla.runtime.device import runtime_started
 from fastai_xla.runtime.ranks import from_main
-from fastai_xla.sharding.hosts import pretend_hosts
 from fastai_xla.train.meters import HostQueue
 from fastai_xla.train.move import move_learner
 from fastai_xla.train.replay import BatchReplay, ValidReplay
@@ -46,8 +45,6 @@ def sharded(**kwargs): return learn().to_tpu_sharded(**kwargs)
 def pooled(**kwargs): return learn().to_tpu_distributed(**kwargs)
 def saver(**kwargs): return TPUCheckpoint(**{'path': 'a', **kwargs})
 def smallest(**kwargs): return smallest_slices(**{'model': linear(), 'batch': 2, 'shape': (2,), **kwargs})
-def pretend(**kwargs):
-    with pretend_hosts(**kwargs): pass
 def compiled(**kwargs): return learn().compile_for(**{'name': 'v5e-8', **kwargs})
 def mixed(**kwargs): return mixture([learn().dls], **kwargs)
 def one_core(**kwargs): return learn().to_tpu(**kwargs)
@@ -100,7 +97,7 @@ CASES = [ # what is called, and of its arguments the wrong values
     (lambda **kw: learn().load_sharded(**kw), dict(file=place, with_opt=but(None, 0), strict=bit), dict(file='a')),
     (lambda **kw: learn().export_safetensors(**kw), dict(file=place, config=but(None)), dict(file='a')),
     (lambda **kw: learn().save_for_hub(**kw), dict(folder=place, labels=but(None, [])), dict(folder='a')),
-    (pretend, dict(hosts=but([]))), (smallest, dict(model=WRONG, batch=count, shape=but([]), opt=WRONG, bf16=bit)),
+    (smallest, dict(model=WRONG, batch=count, shape=but([]), opt=WRONG, bf16=bit)),
     (tpu_slice, dict(name=but('a'))), (compiled, dict(name=but('a'), strategy=but(None), fast=bit, limit=but(1.5), cache=place_or_none)),
     (lambda **kw: learn().largest_batch(**kw), dict(name=but('a'), most=count), dict(name='v5e-8')),
     (XLAStats, dict(warm=at_least_0)), (usual_step, dict(steps=but([]), warm=at_least_0), dict(steps=[])),

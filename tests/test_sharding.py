@@ -1,5 +1,6 @@
 """One program for all cores (SPMD). A process cannot leave SPMD or change its number of devices, so cases run in groups, each in a fresh process: `python test_sharding.py <group>`."""
 import math, os, re, sys
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -300,10 +301,20 @@ def refused_afterwards():
 
 blocks_of_two = [(0,1,4,5), (2,3,6,7)]
 
+@contextmanager
+def pretend_hosts(hosts):
+    "One program gives the devices of this process to several hosts in name, of each the ordinals of its own, and does what each would"
+    from fastai_xla.patches.registry import Loans
+    from fastai_xla.sharding import trainer
+    from fastai_xla.sharding.rules import HostLayout
+    with Loans() as loans:
+        loans.put(trainer, 'slice_layout', lambda: HostLayout(tuple(hosts), tuple(range(len(hosts)))).check())
+        yield
+
 def on_two_hosts(f, mk=tiny, tol=2e-5, **kwargs):
     "As `both`, with devices that pretend to be of two hosts"
     l = lib()
-    with l.pretend_hosts(blocks_of_two): res = both(f, mk, tol, **kwargs)
+    with pretend_hosts(blocks_of_two): res = both(f, mk, tol, **kwargs)
     mesh = res[-1].tpu_sharded_trainer.mesh
     assert (mesh.n_hosts, mesh.layout.here, mesh.layout.order)==(2, (0,1), [0,1,4,5,2,3,6,7])
     return res
@@ -331,7 +342,7 @@ def two_hosts_send_each_sample_once():
     class Seen(l.Callback):
         order = -100
         def before_batch(self): seen.append(([tuple(o[0].shape) for o in l.X._get_local_shards([self.x])[0]], self.x.cpu()))
-    with l.pretend_hosts(blocks_of_two): learn = tiny(l).to_tpu_sharded(fsdp=8)
+    with pretend_hosts(blocks_of_two): learn = tiny(l).to_tpu_sharded(fsdp=8)
     quiet(l, learn, learn.fit, 1, cbs=Seen())
     assert [o for o,_ in seen]==[[(2,16)]*8, [(2,16)]*8, [(1,16)]*8, [(2,16)]*8]
     xs = [l.torch.stack([x for x,_ in ds]) for ds in (learn.dls.train.dataset, learn.dls.valid.dataset)]
@@ -346,7 +357,7 @@ def a_steady_epoch_on_two_hosts():
         def after_batch(self):
             waiting = [] if self.training else [b for _,b in self.tpu_sharded_trainer.queue.waiting]
             spread.extend(l.is_spread(t) for t in l.tensors_of(waiting) if t.ndim)
-    with l.pretend_hosts(blocks_of_two): learn,cb = tiny(l, metrics=[l.accuracy, l.F1Score(average='macro')]).to_tpu_sharded(fsdp=8, fetch_every=1e9),l.BatchCounts()
+    with pretend_hosts(blocks_of_two): learn,cb = tiny(l, metrics=[l.accuracy, l.F1Score(average='macro')]).to_tpu_sharded(fsdp=8, fetch_every=1e9),l.BatchCounts()
     quiet(l, learn, learn.fit, 3, 1e-3, cbs=[cb, Spread()])
     c,e = cb.batches[2],cb.epochs[2]
     assert (c.compiles,c.reads,c.fallbacks,c.executions)==(0,0,{},cb.n_batches), c
@@ -357,7 +368,7 @@ def a_steady_epoch_on_two_hosts():
 def what_is_spread_over_hosts_is_read_by_a_program_that_is_kept():
     from fastai_xla.runtime.hosts import gathered
     l = lib()
-    with l.pretend_hosts(blocks_of_two): learn = tiny(l).to_tpu_sharded(fsdp=8)
+    with pretend_hosts(blocks_of_two): learn = tiny(l).to_tpu_sharded(fsdp=8)
     ws,want = [learn.model[0][0].weight.detach()],learn.model[0][0].weight.cpu()
     gathered(ws)
     before = l.xla_counts()
@@ -373,7 +384,7 @@ def two_hosts_write_a_checkpoint_by_parts():
     from fastai_xla.checkpoint.train_state import copy_model, model_and_opt, write_model
     l = lib()
     for kwargs in (dict(replica=2, fsdp=4), dict(fsdp=2, model=4, rules=[('0.0.weight', (('model','fsdp'),None))]), dict(fsdp=8)):
-        with l.pretend_hosts(blocks_of_two): learn = tiny(l).to_tpu_sharded(**kwargs)
+        with pretend_hosts(blocks_of_two): learn = tiny(l).to_tpu_sharded(**kwargs)
         mesh,w = learn.tpu_sharded_trainer.mesh,learn.model[0][0].weight
         spec,(places,) = learn.sharding.specs['0.0.weight'],l.X._get_local_shard_replica_and_indices([w.detach()])
         for h,ds in enumerate(blocks_of_two): # `places` are by device
@@ -401,7 +412,7 @@ def two_hosts_write_a_checkpoint_by_parts():
 def two_hosts_go_on_at_a_checkpoint():
     l = lib()
     def mk():
-        with l.pretend_hosts(blocks_of_two): return tiny(l).to_tpu_sharded(fsdp=8)
+        with pretend_hosts(blocks_of_two): return tiny(l).to_tpu_sharded(fsdp=8)
     class Dies(l.Callback):
         def after_batch(self):
             if self.train_iter==5: raise KeyboardInterrupt
@@ -603,7 +614,8 @@ def meshes(n):
 def test_hosts_share_samples_and_pieces(n_hosts):
     "Whatever the mesh, hosts have together what one process has, in its order and once each, unless their cores have the same samples"
     import numpy as np
-    from fastai_xla.sharding.hosts import device_span, host_span, HostShare
+    from fastai_xla.sharding.loader import HostShare
+    from fastai_xla.sharding.rules import device_span, host_span
     n = 4*n_hosts
     for sizes in meshes(n):
         n_data = sizes['replica']*sizes['fsdp']

@@ -31,11 +31,10 @@ from ..train.strict import StrictSteps
 from ..train.trainer import remove_trainers, TPUTrainer
 from ..distributed.trainer import lengthen_lr_find
 from ..distributed.learner import write_apart, write_together
-from .hosts import check_alike, slice_layout
-from .rules import as_rules, axis_names, infer_sharding, make_mesh, TPUMesh
+from .rules import as_rules, axis_names, infer_sharding, make_mesh, slice_layout, TPUMesh
 from .place import BlockMarker, check_process, materialize_sharded, n_devices_for
 from .place import param_specs, shard_learner, shard_opt_tensors, start_spmd
-from .loader import HostsDL, MeshDL, scale_bs
+from .loader import check_alike, HostsDL, MeshDL, scale_bs
 
 # %% ../../nbs/720_sharding.trainer.ipynb #mesh-help
 _no_text_on_hosts = ("Texts of a batch are padded to the longest, which each host of several would have for itself: train texts with `to_tpu_distributed()` "
