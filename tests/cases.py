@@ -1,14 +1,12 @@
 "Cases that need a process like no other: they run in groups, each group in a fresh process, by `python test_file.py <group> [case ...]`."
 import json, os, time, traceback
-from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
 from tempfile import TemporaryDirectory
 
 from fresh import run
 
 class Groups(dict):
     "The cases of the test file `file` by group and name; `env` gives the environment of a process"
-    def __init__(self, file, env, at_once=None): self.file,self.env,self.at_once = file,env,at_once
+    def __init__(self, file, env): self.file,self.env,self._processes = file,env,{}
 
     @property
     def names(self): return [(g,o) for g,cases in self.items() for o in cases]
@@ -20,14 +18,10 @@ class Groups(dict):
             return f
         return _inner
 
-    @cached_property
-    def _processes(self):
-        pool = ThreadPoolExecutor(self.at_once or len(self))
-        return {o: pool.submit(run, self.file, o, **self.env()) for o in self}
-
     def outcome(self, group):
         "{case: [error or None, seconds]}"
-        res = self._processes[group].result()
+        if group not in self._processes: self._processes[group] = run(self.file, group, **self.env())
+        res = self._processes[group]
         assert res.returncode==0, f'exit {res.returncode}\n{res.stdout}\n{res.stderr}'
         return json.loads(res.stdout.splitlines()[-1])
 

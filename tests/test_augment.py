@@ -267,7 +267,7 @@ TILED = dict(
     aug=aug_transforms, aug_mult=partial(aug_transforms, mult=2., flip_vert=True), aug_zeros=partial(aug_transforms, pad_mode='zeros', align_corners=False),
     around=partial(Rotate, 180, p=1.), out=partial(Zoom, min_zoom=.3, max_zoom=.5, p=1.), sizes=partial(aug_transforms, size=(97,130)))
 
-@pytest.mark.parametrize('name', TILED)
+@pytest.mark.parametrize('name', [o if o in ('aug','sizes') else pytest.param(o, marks=pytest.mark.slow) for o in TILED])
 def test_tiles(name, for_a_tpu):
     "Of draws that look as far as a tile reaches and of those that look further, in one program"
     holds(*of_pipeline(lambda: L(TILED[name]()), batch('image', 100, 131)), 1e-3 if name=='aug_mult' else 1e-4) # a strong warp looks far away, where a coordinate's rounding shows

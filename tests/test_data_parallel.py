@@ -11,7 +11,7 @@ from cases import Groups
 from fresh import repo, run
 
 N = 4
-groups = Groups(__file__, lambda: dict(CPU_NUM_DEVICES=None, MPLBACKEND='Agg'), at_once=2)
+groups = Groups(__file__, lambda: dict(CPU_NUM_DEVICES=None, MPLBACKEND='Agg'))
 case = groups.case
 
 # In the processes

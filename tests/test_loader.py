@@ -293,8 +293,7 @@ class Broken:
         if i==self.at: raise LookupError(f'sample {i} is broken')
         return self.items[i]
 
-@pytest.mark.parametrize('num_workers', [0, 2])
-@pytest.mark.parametrize('where', ['train', 'valid', 'preds'])
+@pytest.mark.parametrize('where,num_workers', [('train',0), ('valid',0), ('preds',0), ('preds',2), *[pytest.param(o, 2, marks=pytest.mark.slow) for o in ('train','valid')]])
 def test_an_exception_of_the_dataset_reaches_the_user(num_workers, where):
     trn,val = (Broken(vectors(48), 30 if where=='train' else -1),Broken(vectors(20, seed=1), -1 if where=='train' else 15))
     def f(learn):

@@ -2,8 +2,8 @@
 
 The cases stand in loss_cases.py, which runs in a process for each strategy. What a rank says of its losses is tested on two replicas that are threads of this process."""
 import pickle, warnings
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 import pytest
 from threads import run_replicas, use_virtual_cores
 use_virtual_cores(2)
@@ -17,27 +17,29 @@ from fastai_xla.runtime.counts import xla_counts
 for o in [o for o in globals() if o.startswith('test')]: del globals()[o]  # fastai's, which pytest would collect
 
 STRATEGIES = dict(plain=('plain',1), four_ranks=('ranks',4), two_ranks=('ranks',2), four_cores=('one_process',4), sharded=('sharded',4))
+slow = 'two_ranks','sharded'
 here = Path(__file__).parent
 
 @pytest.fixture(scope='module')
 def outcomes(tmp_path_factory):
-    "{strategy: {case: outcome}}"
+    "{case: outcome} of a strategy by its name, from a process of its own"
     folder = tmp_path_factory.mktemp('losses')
+    @cache
     def _run(name):
         own = dict.fromkeys(('CPU_NUM_DEVICES','CPU_NUM_PROCESSES','PJRT_CPU_ASYNC_CLIENT','XLA_THREAD_POOL_SIZE'))
         if name in ('four_cores','sharded'): own['XLA_FLAGS'] = '--xla_backend_optimization_level=0' # one process compiles all
         res = run(here/'loss_cases.py', *STRATEGIES[name], folder/name, cwd=folder, cold=False, **own)
         assert res.returncode==0, f'{name}: exit {res.returncode}\n{res.stdout}\n{res.stderr}'
         return pickle.loads((folder/name).read_bytes())
-    with ThreadPoolExecutor(2) as pool: return dict(zip(STRATEGIES, pool.map(_run, STRATEGIES)))
+    return _run
 
 def numbers(o): return torch.cat([torch.zeros(1)] + [torch.as_tensor(x, dtype=torch.float).flatten() for x in (o if isinstance(o, list) else [o])])
 
 @pytest.mark.parametrize('name', lc.CASES)
-@pytest.mark.parametrize('strategy', [*STRATEGIES][1:])
+@pytest.mark.parametrize('strategy', [pytest.param(o, marks=pytest.mark.slow) if o in slow else o for o in [*STRATEGIES][1:]])
 def test_as_plain_fastai(outcomes, strategy, name):
     "losses, the table, weights with those of the loss, predictions: differences relative to the largest number of their kind, where that is above 1"
-    want,got = outcomes['plain'][name],outcomes[strategy][name]
+    want,got = outcomes('plain')[name],outcomes(strategy)[name]
     assert isinstance(want, dict) and isinstance(got, dict), got
     tol = lc.CASES[name].get('tol', 2e-6)
     for k in want:
@@ -49,7 +51,7 @@ def test_weights_of_losses_are_trained(outcomes):
     "by the cases whose losses have some"
     for name in ('arcface','centre'):
         learn,held = lc.learner(**lc.CASES[name])
-        assert len(held)==1 and (held[0]-outcomes['plain'][name]['weights'][-1]).abs().max()>1e-2
+        assert len(held)==1 and (held[0]-outcomes('plain')[name]['weights'][-1]).abs().max()>1e-2
 
 # ---- what is said, and what it costs
 

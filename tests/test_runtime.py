@@ -83,7 +83,7 @@ def test_all_and_to_tpu_without_torch_xla(no_xla):
         print(len(learn.recorder.values))''', '-S', PYTHONPATH=no_xla).splitlines()
     assert "pip install 'fastai_xla[tpu]'" in out[0] and out[1] == '1'
 
-@pytest.mark.parametrize('wrong', ['2.6.0', '2.99.0'])
+@pytest.mark.parametrize('wrong', [pytest.param('2.6.0', marks=pytest.mark.slow), '2.99.0'])
 def test_wrong_pair(tmp_path, wrong):
     "The pair is refused by its metadata: the torch_xla that would die is never imported"
     fake_dist(tmp_path, 'torch_xla', wrong)
@@ -100,6 +100,7 @@ def test_wrong_pair(tmp_path, wrong):
     assert out[1].startswith(f'True torch {torch_v} and torch_xla {wrong} do not fit') and line in out[1]
     assert line in out[2] and f"'{wrong}'" in out[2]
 
+@pytest.mark.slow
 def test_torch_xla_that_fails_on_import(tmp_path):
     (tmp_path/'torch_xla').mkdir()
     (tmp_path/'torch_xla'/'__init__.py').write_text('raise ImportError("_XLAC.so: undefined symbol: _ZN5torch4lazy")')
@@ -133,7 +134,7 @@ start_twice = '''
 
 @pytest.mark.parametrize('kind,cause,remedy', [
     ('BOGUS', 'RuntimeError', 'PJRT_DEVICE=BOGUS is not a device here: set it to TPU or CPU'),
-    ('TPU', 'OSError', "pip install 'fastai_xla[tpu]'")])
+    pytest.param('TPU', 'OSError', "pip install 'fastai_xla[tpu]'", marks=pytest.mark.slow)])
 def test_runtime_does_not_start(tmp_path, kind, cause, remedy):
     "Both calls raise the same error: a second start in one process would abort it"
     no_libtpu = dict(PYTHONPATH=packages_without(tmp_path, 'libtpu'), TPU_LIBRARY_PATH=None, PTXLA_TPU_LIBRARY_PATH=None)
@@ -273,6 +274,7 @@ def test_flags_for_bfloat16(flag):
     assert out[3] == str([(False, f'unset {flag}, restart Python, and call `learn.to_bf16()`')])
     assert out[4].startswith(f'The XLA runtime has started, and {flag} is set: restart Python without it') and 'learn.to_bf16()' in out[4]
 
+@pytest.mark.slow
 def test_kaggle_environment_in_a_script_of_spawn(tmp_path):
     "A raw `xmp.spawn` script that imports the package hands a mended environment to its processes"
     (tmp_path/'train.py').write_text('''

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from cases import Groups
 
-groups = Groups(__file__, lambda: dict(CPU_NUM_DEVICES=None, MPLBACKEND='Agg'), at_once=2)
+groups = Groups(__file__, lambda: dict(CPU_NUM_DEVICES=None, MPLBACKEND='Agg'))
 case = groups.case
 
 def host_pieces(shape, spec, sizes, host, n_hosts):
