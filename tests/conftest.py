@@ -11,8 +11,6 @@ warm_pools()
 
 import pytest
 
-def pytest_configure(config): config.addinivalue_line('markers', 'slow: takes long; left out by `-m "not slow"`')
-
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path, monkeypatch):
     "fastai saves models, logs and exports below the current folder"

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from weakref import ref, WeakKeyDictionary
 import numpy as np, torch
 from fastai.basics import (Callback, CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException, CancelStepException,
-    CancelTrainException, CancelValidException, CastToTensor, find_bs, Learner, Recorder, TrainEvalCallback, unsqueeze)
+    CancelTrainException, CancelValidException, find_bs, Learner, unsqueeze)
 from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.mixup import CutMix, MixUp
 from fastai.callback.progress import CSVLogger, ProgressCallback, ShowGraphCallback
@@ -332,31 +332,3 @@ def _schedule(cb, stock):
 def _note_hypers(cb, stock):
     hypers = cb.learn.opt.hypers[-1]
     for n in cb.scheds: cb.hps[n].append(hypers[n])
-
-# %% ../../nbs/430_train.stand_ins.ipynb #cast
-def _as_plain(b):
-    if isinstance(b, tuple): return tuple(map(_as_plain, b))
-    if not isinstance(b, torch.Tensor): return b
-    with torch._C.DisableTorchFunctionSubclass(): t = torch.as_subclass(b, torch.Tensor)
-    t.__dict__ = b.__dict__
-    return t
-
-@stand_in(CastToTensor, 'before_batch')
-def _cast(cb, stock): cb.learn.xb,cb.learn.yb = _as_plain(cb.learn.xb),_as_plain(cb.learn.yb)
-
-# %% ../../nbs/430_train.stand_ins.ipynb #record
-@stand_in(TrainEvalCallback, 'after_batch')
-def _count(cb, stock):
-    learn = cb.learn
-    learn.pct_train += 1./(learn.n_iter*learn.n_epoch)
-    learn.train_iter += 1
-
-@stand_in(Recorder, 'after_batch')
-def _record(cb, stock):
-    learn,smooth = cb.learn,cb.smooth_loss
-    if type(cb) is not Recorder or not learn.training or getattr(cb, 'cancel_train', False) or not isinstance(smooth, DeviceSmoothLoss): return stock()
-    if not len(learn.yb): return
-    for m in (smooth, *(learn.metrics if cb.train_metrics else ())): m.accumulate(learn)
-    learn.smooth_loss = loss = smooth.value
-    cb.lrs.append(learn.opt.hypers[-1]['lr'])
-    cb.losses.append(loss)
