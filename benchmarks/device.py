@@ -83,20 +83,22 @@ def compiled(module, w, effort, cache):
     from fastai_xla.aot.libtpu import ProgramCache
     from fastai_xla.aot.report import ProgramReport
     s = tpu_slice_of(w)
-    res,memory,seconds = ProgramCache(s, cache).compile(module, effort=effort, partitions=s.n if w.form=='sharded' else 1)
+    n = dict(tpu={}, ranks=dict(replicas=s.n), sharded=dict(partitions=s.n))[w.form]
+    res,memory,seconds = ProgramCache(s, cache).compile(module, effort=effort, **n)
     return ProgramReport(res, memory, s, seconds)
 
 def our_program(w):
     "Our training step"
     import fastai_xla.all
     from fastai_xla.launch.launcher import pack_run
+    from fastai_xla.aot.hlo import tpu_collectives
     from fastai_xla.aot.trace import CompileJob, trace_phase
     from fastai_xla.runtime.device import make_programs_for
     make_programs_for('TPU')
     with tempfile.TemporaryDirectory() as d:
         run,*_ = pack_run(print, (learner(w),), share=False)
         program,_ = trace_phase(CompileJob(w.chips, w.form, tpu_slice_of(w).n, options_of(w)), run, Path(d)/'train', 'train')
-    return program
+    return tpu_collectives(program) if w.form=='ranks' else program
 
 def ours(w, effort, cache):
     "What the compiler says of our training step"
@@ -118,7 +120,8 @@ def jax_program(name, python):
 
 def of_jax(name, python, effort, cache):
     "What the compiler says of JAX's step"
-    return compiled(jax_program(name, python), works[name], effort, cache)
+    w = works[name]
+    return compiled(jax_program(name, python), w._replace(form='sharded') if w.form=='ranks' else w, effort, cache) # JAX's replicas are parts of one program
 
 # ---- the same work?
 

@@ -15,14 +15,14 @@ class WorkOf(NamedTuple):
     size:int=64 # Pixels of a side, or tokens of a text
     bs:int=16
     chips:str='v5e-1'
-    form:str='tpu' # 'tpu' or 'sharded'
+    form:str='tpu' # 'tpu', 'ranks' or 'sharded'
 
 works = {f'{m}{"" if px==64 else f"_{px}"}{"_aug" if a else ""}_{"bf16" if b else "f32"}': WorkOf(m, b, a, px)
     for m,a,px in (('resnet18',False,64), ('resnet18',True,64), ('vit',False,64), ('resnet18',False,128), ('resnet18',True,128)) for b in (False,True)}
 works |= dict(resnet18_128_bs64_f32=WorkOf('resnet18', size=128, bs=64))
 works |= {f'{m}_{px}_bf16': WorkOf(m, True, False, px, bs) for m,px,bs in (('resnet50',224,64), ('vit_base',224,64), ('convnext',224,64), ('unet',128,8))}
 works |= dict(awd_lstm_f32=WorkOf('awd_lstm', size=72, bs=32), tabular_f32=WorkOf('tabular', size=8, bs=1024), collab_f32=WorkOf('collab', size=2, bs=1024),
-    vit_fsdp8_f32=WorkOf('vit', bs=64, chips='v5e-8', form='sharded'))
+    resnet18_replicas_f32=WorkOf('resnet18', chips='v5e-8', form='ranks'), vit_fsdp8_f32=WorkOf('vit', bs=64, chips='v5e-8', form='sharded'))
 n_words,n_cont = 10_000,4 # of a vocabulary or a column of categories, and columns of numbers
 
 class Net:
@@ -201,8 +201,8 @@ def batch_of(w):
     if w.model=='tabular': return (s((w.bs,w.size), i),s((w.bs,n_cont), f)),s((w.bs,), i)
     return s((w.bs,w.size,w.size,3), jnp.uint8 if w.aug else f),s((w.bs,w.size,w.size) if w.model=='unet' else (w.bs,), i)
 
-def step_of(w):
-    "A training step of the work `w`, and the shapes of what it takes"
+def step_of(w, average=lambda t: t):
+    "A training step of the work `w`, and the shapes of what it takes; `average` is that of gradients and statistics over replicas"
     import jax, jax.numpy as jnp
     dtype,model = jnp.bfloat16 if w.bf16 else jnp.float32,models[w.model]
     def step(p, m, v, st, lr, n, key, x, y, mat, light):
@@ -213,6 +213,7 @@ def step_of(w):
             out = jax.nn.log_softmax(out)
             return -jnp.take_along_axis(out, y[...,None], -1).mean()+getattr(net, 'regular', 0),(net.new,net.key)
         (res,(new,key)),g = jax.value_and_grad(loss, has_aux=True)(p)
+        g,res = average((g,res))
         m,v = jax.tree.map(lambda m,g: .9*m+.1*g, m, g),jax.tree.map(lambda v,g: .99*v+.01*g*g, v, g)
         upd = lambda p,m,v: p*(1-lr*.01)-lr*(m/(1-.9**n))/(jnp.sqrt(v/(1-.99**n))+1e-5)
         return jax.tree.map(upd, p, m, v),m,v,new,key,res
@@ -233,10 +234,11 @@ def spread(w, step, args):
     n = int(w.chips.split('-')[1])
     mesh = jax.make_mesh((n,), ('core',))
     def cut(t):
-        if not t.shape or t.size<n or max(t.shape)%n: return P()
+        if w.form=='ranks' or not t.shape or t.size<n or max(t.shape)%n: return P()
         return P(*[None]*t.shape.index(max(t.shape)), 'core')
     held,every,by = jax.tree.map(cut, args[:3]),jax.tree.map(lambda t: P(), args[3:7]),jax.tree.map(lambda t: P('core'), args[7:])
     ins,outs = (*held, *every, *by),(*held, every[0], P(), P())
+    if w.form=='ranks': step = jax.shard_map(step, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)
     named = lambda t: jax.tree.map(lambda s: NamedSharding(mesh, s), t, is_leaf=lambda s: isinstance(s, P))
     return jax.jit(step, in_shardings=named(ins), out_shardings=named(outs), donate_argnums=(0,1,2,3), keep_unused=True)
 
@@ -246,8 +248,13 @@ def write_program(name, path):
     os.environ.update(JAX_PLATFORMS='cpu', XLA_FLAGS='--xla_force_host_platform_device_count=8')
     import jax
     jax.config.update('jax_use_shardy_partitioner', False)
-    step,args = step_of(w)
-    f = jax.jit(step, donate_argnums=(0,1,2,3), keep_unused=True) if w.form=='tpu' else spread(w, step, args)
+    if w.form=='tpu':
+        step,args = step_of(w)
+        f = jax.jit(step, donate_argnums=(0,1,2,3), keep_unused=True)
+    else:
+        per = w._replace(bs=w.bs*8) if w.form=='ranks' else w # a replica has a batch of its own
+        step,args = step_of(per, (lambda t: jax.lax.pmean(t, 'core')) if w.form=='ranks' else (lambda t: t))
+        f = spread(w, step, args)
     low = f.trace(*args).lower(lowering_platforms=('tpu',))
     Path(path).write_bytes(low.compiler_ir('hlo').as_serialized_hlo_module_proto())
     print(sum(math.prod(o.shape) for o in args[0].values()))

@@ -172,7 +172,7 @@ def _plan(a):
 @_command("a Learner's steps through the TPU's own compiler: errors, memory and estimated time, without a TPU",
     'fastai-xla compile train.py:get_learner --for v5e-8 --strategy sharded --fsdp 8', learner=_learner,
     **{'for': dict(dest='slice', required=True, help='a TPU slice, such as v5e-8, kaggle or colab')},
-    strategy=dict(choices=('tpu','distributed','sharded'), help='(default: as the Learner trains, or what suits the slice)'),
+    strategy=dict(choices=('tpu','distributed','ranks','sharded'), help='(default: as the Learner trains, or what suits the slice)'),
     fsdp=dict(type=_count, help='as of `to_tpu_sharded`, with --strategy sharded'),
     fast=_flag('compile in a fifth of the time, for memory and errors'),
     limit=dict(type=_count, default=1800, help='seconds after which it is given up (default: 1800)'))

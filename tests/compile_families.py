@@ -77,7 +77,7 @@ class CutAfterPred(Callback):
 def cut(): return Learner(image_dls(16), nn.Sequential(ConvLayer(3, 8, stride=2), nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(8, 4)), opt_func=OPTS['SGD'], cbs=CutAfterPred())
 
 FAMILIES = dict(
-    images_bf16=(images_bf16, 'v5e-1', None, {}), images_all_cores=(images_sgd, 'v5e-4', None, {}), vit_v6e=(vit, 'v6e-1', None, {}),
+    images_bf16=(images_bf16, 'v5e-1', None, {}), images_sgd_replicas=(images_sgd, 'v5e-4', 'ranks', {}), images_all_cores=(images_sgd, 'v5e-4', None, {}), vit_v6e=(vit, 'v6e-1', None, {}),
     vit_scan_fsdp8=(wide_vit, 'v5e-8', 'sharded', dict(fsdp=8, scan=True)), vit_2x4=(wide_vit, 'v5e-8', 'sharded', dict(replica=2, fsdp=4, grad_ckpt=True)),
     cut=(cut, 'v5e-1', None, {}), vit_checkpointed=(vit_checkpointed, 'v5e-1', None, {}),
     text=(classifier, 'v5e-1', None, {}), language_model=(language_model, 'v5e-1', None, {}), unet=(unet, 'v5e-1', None, {}), unet_bf16=(unet_bf16, 'v5e-1', None, {}),

@@ -72,7 +72,7 @@ os.environ['CACHE'],form = %r,%r
 if form=='sharded': os.environ['CPU_NUM_DEVICES'] = '4'
 from test_compile_for import *
 compiling.subprocess = forking
-attach = {'tpu': dict(), 'tpu_distributed': dict(n_cores=2, sync_bn=False), 'tpu_sharded': dict(rules=[ShardRule('0.weight', min_size=0)])}[form]
+attach = {'tpu': dict(), 'tpu_distributed': dict(n_cores=2, sync_bn=False), 'ranks': dict(n_cores=2, processes=True, sync_bn=True), 'tpu_sharded': dict(rules=[ShardRule('0.weight', min_size=0)])}[form]
 slice = 'colab' if form=='tpu' else 'v5e-4'
 learn = learner(cbs=CSVLogger())
 def seen(): return [(p.device, p.requires_grad) for p in learn.model.parameters()], list(learn.cbs), learn.dls, vars(learn).keys(), learn.path, learn.opt
@@ -81,7 +81,7 @@ def compile_here():
     r = compiled(learn, slice)
     assert seen()==before
     return r
-with learn.no_logging(), getattr(learn, f'{form}_ctx')(**attach):
+with learn.no_logging(), getattr(learn, f'{"tpu_distributed" if form=="ranks" else form}_ctx')(**attach):
     first = compile_here()
     learn.fit(1)
     after_fit = compile_here()
@@ -92,7 +92,7 @@ if form=='tpu_sharded': assert first.memory['parameters']<196 and len(first.job.
 """
 
 @slow
-@pytest.mark.parametrize('form', ['tpu','tpu_distributed','tpu_sharded'])
+@pytest.mark.parametrize('form', ['tpu','tpu_distributed','ranks','tpu_sharded'])
 def test_a_learner_that_is_on_devices(form, tmp_path, cache):
     run_ok(on_devices % (str(Path(__file__).parent), str(cache), form), cwd=tmp_path)
 
@@ -114,6 +114,16 @@ def test_accumulated_gradients(name, strategy):
 def test_gradients_accumulated_by_the_users_own_callback():
     r = compiled(learner(cbs=EachSecond()))
     assert r.programs['train'].memory.alias>=3*196 and r.memory['optimizer state']==2*196
+    r = compiled(learner(cbs=EachSecond()), 'v5e-4', 'ranks')
+    assert 'No weight is written in it' in repr(r)
+
+@slow
+def test_a_loss_of_all_ranks():
+    "Predictions and targets, which are of several types, are gathered within the step"
+    learn,ds = learner(),[(torch.randn(4), tensor(i%3)) for i in range(32)]
+    learn.dls,learn.model,learn.loss_func = DataLoaders(TfmdDL(ds, bs=8), TfmdDL(ds, bs=8)),nn.Linear(4, 3),CrossEntropyLossFlat(weight=tensor([1.,2,3]))
+    train = compiled(learn, 'v5e-4', 'ranks', loss='batch').programs['train']
+    assert any('all-gather' in o for o in [*[w.kind for w in train.works], *[k for k,_ in train.unknown]])
 
 @slow
 def test_few_samples():

@@ -119,6 +119,8 @@ def test_families(name, no_process_left):
     assert ('It is cut at after_pred, compile_families.py:' in repr(r))==(name=='cut')
     if options.get('fsdp'): assert train.collectives['all-gather']>8
     if options.get('scan'): assert {'0.model.blocks'} < {m for m,_ in train.by_module(9)} # the loop as one, and what is outside of it
+    assert 'replicas' not in name or r.programs['valid'].memory.args>r.memory['parameters'] # it is the model's
+    if 'replicas' in name: assert any(k=='all-reduce' and s.count('f32[')>3 for k,s in train.unknown), train.unknown # of each gradient as it is
     n_copies = sum(o.runs for o in train.works if o.kind=='copy')
     if name=='unet': assert n_copies<60 # 130 if updates had the layout of the convolutions and wrote over each other's tensors
     if name=='convnext': assert train.memory.out<15e6, train # 19 MB if scopes of modules kept a part of the graph

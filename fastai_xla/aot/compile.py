@@ -70,16 +70,17 @@ def check_train(
 
 def why_no_valid(
     learn, # A Learner
+    strategy, # One of `compile_strategies`
 ):
     "Why there is no validation step; None if there is one"
     if len(learn.dls.loaders)<2: return 'there is no validation set'
     n = _n_batches(learn.dls.loaders[1])
     if n is None: return "the validation DataLoader has no length, which fastai's loop needs"
     if n==0: return 'the validation DataLoader has no batches'
-    if is_one_sample(learn.dls.loaders[1]): return 'a single sample is predicted on the host'
+    if strategy!='ranks' and is_one_sample(learn.dls.loaders[1]): return 'a single sample is predicted on the host'
 
 # %% ../../nbs/950_aot.compile.ipynb #strategy
-_strategy_of = dict(TPUTrainer='tpu', TPUDataParallelTrainer='distributed', TPUShardedTrainer='sharded')
+_strategy_of = dict(TPUTrainer='tpu', TPUDataParallelTrainer='distributed', TPUDistributedTrainer='ranks', TPUPoolTrainer='ranks', TPUShardedTrainer='sharded')
 
 def _trainer(learn):
     "Strategy and trainer of a Learner that is to train on a TPU"
@@ -101,6 +102,7 @@ def strategy_options(
     "With what options the Learner trains by this strategy already"
     own,cb = _trainer(learn)
     if own!=strategy: return {}
+    if own=='ranks': return dict(getattr(cb, 'options', {}))
     if own=='distributed': return dict(batch_tfms=cb.batch_tfms, sync_bn=cb.sync_bn)
     if own=='tpu': return dict(batch_tfms=cb.batch_tfms)
     runner = dict(scan=cb.runner.scan, grad_ckpt=not cb.runner.scan) if cb.runner else {}
@@ -175,7 +177,7 @@ def _report(folder, s, job, learn, notes):
         advice[k] = tpu_advice(programs[k], module, hasattr(learn, 'mixed_precision'))
         if k=='train': note = facts['note']
     bs = getattr(learn.dls.loaders[0], 'bs', None)
-    return TPUReport(s, job, programs, advice, note['state'], bs or note['bs'], [*notes, *_notes(note, bs, why_no_valid(learn))])
+    return TPUReport(s, job, programs, advice, note['state'], bs or note['bs'], [*notes, *_notes(note, bs, why_no_valid(learn, job.strategy))])
 
 # %% ../../nbs/950_aot.compile.ipynb #compile-for
 def cache_folder():
@@ -185,13 +187,13 @@ def cache_folder():
 def _job(learn, s, strategy, effort, cache, options):
     strategy = strategy or default_strategy(learn, s)
     n = 1 if strategy=='tpu' else s.n
-    phases = ['train'] if why_no_valid(learn) else ['train','valid']
+    phases = ['train'] if why_no_valid(learn, strategy) else ['train','valid']
     return CompileJob(s.name, strategy, n, {**strategy_options(learn, strategy, n), **options}, effort, str(cache or cache_folder()), phases)
 
 @patch
 def compile_for(self:Learner,
     name:str, # A TPU slice, such as 'v5e-8', 'kaggle' or 'colab'
-    strategy:str=None, # 'tpu', 'distributed' or 'sharded'; None: as this Learner trains, or what suits the slice
+    strategy:str=None, # 'tpu', 'distributed', 'ranks' (of `processes=True`) or 'sharded'; None: as this Learner trains, or what suits the slice
     fast:bool=False, # Compile in a fifth of the time, for memory and errors; times are then too long
     limit:float=1800, # Seconds after which it is given up
     cache=None, # Folder of what was compiled before; None: one in the user's cache folder

@@ -18,14 +18,15 @@ from .hlo import hlo_message, without_source
 
 # %% ../../nbs/920_aot.libtpu.ipynb #options
 def compile_options(
+    replicas:int=1, # Devices that run the program side by side
     partitions:int=1, # Devices that the program is split over
     effort:float=0., # From -1 to 1
 ):
     "Options of the compiler, as bytes"
-    ids = [hlo_message('ComputationDevice', replica_device_ids=[p]) for p in range(partitions)]
-    devices = hlo_message('DeviceAssignmentProto', replica_count=1, computation_count=partitions, computation_devices=ids)
+    ids = [hlo_message('ComputationDevice', replica_device_ids=[r*partitions+p for r in range(replicas)]) for p in range(partitions)]
+    devices = hlo_message('DeviceAssignmentProto', replica_count=replicas, computation_count=partitions, computation_devices=ids)
     split = dict(use_spmd_partitioning=True, allow_spmd_sharding_propagation_to_output=[True]) if partitions>1 else {}
-    build = hlo_message('ExecutableBuildOptionsProto', device_ordinal=-1, num_replicas=1, num_partitions=partitions, device_assignment=devices, **split)
+    build = hlo_message('ExecutableBuildOptionsProto', device_ordinal=-1, num_replicas=replicas, num_partitions=partitions, device_assignment=devices, **split)
     if effort: build.exec_time_optimization_effort = effort
     return hlo_message('CompileOptionsProto', executable_build_options=build).SerializeToString()
 

@@ -153,7 +153,7 @@ def tpu_advice(
 
 # %% ../../nbs/930_aot.report.ipynb #tpu-report
 _state_names = dict(params='parameters', opt_state='optimizer state', averages='averages', grads='gradients of the batches before')
-_strategies = dict(tpu='one core', distributed='data parallel', sharded='sharded')
+_strategies = dict(tpu='one core', distributed='data parallel', ranks='data parallel, a rank on each', sharded='sharded')
 step_names = dict(train='training step', valid='validation step')
 
 class TPUReport:

@@ -20,6 +20,7 @@ from fastai.callback.training import GradientAccumulation
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 from ..runtime.device import make_programs_for, torch_xla, xr
+from ..runtime import ranks
 from ..runtime.transfer import on_xla, send
 from ..patches.learner import xla_callbacks
 from ..patches.registry import Loans
@@ -27,11 +28,12 @@ from ..models.blocks import block_runs
 from ..train.move import opt_tensors
 from ..train.stand_ins import samples_of_step
 from ..train.trainer import TPUTrainer
+from ..virtual_cores.processes import collective_names, process_env, Ranks, take_place
 from ..launch.serialization import Received
 from ..launch.worker import apply_caller_setup, unpack_call
 from ..sharding.trainer import MeshTrainer
 from .plan import tpu_slice
-from .hlo import module_of, read_program, shape_text
+from .hlo import module_of, read_program, shape_text, tpu_collectives
 from .libtpu import CompileError, ProgramCache
 
 # %% ../../nbs/940_aot.trace.ipynb #scopes
@@ -171,16 +173,15 @@ class LastOfStep(Callback):
 # %% ../../nbs/940_aot.trace.ipynb #recorder
 def _versions(learn): return [(id(p), p._version, torch_xla._XLAC._xla_get_tensor_id(p) if on_xla(p) else 0) for p in _trained(learn)]
 
-_most = 32 # Batches that a step may have
-
 class StepRecorder(Callback):
     "Writes down after how many programs the last of a step comes, what cut it, and what the device holds"
     order = TPUTrainer.order-1
     def __init__(self,
         folder, # Of the `ProgramLog`, for the notes
         phase:str='train', # One of `compile_phases`
+        most:int=32, # Batches that a step may have
     ):
-        self.folder,self.log,self.phase = Path(folder),ProgramLog(folder),phase
+        self.folder,self.log,self.phase,self.most = Path(folder),ProgramLog(folder),phase,most
         self.done,self.wrote,self.n,self.n_steps,self.first = False,True,0,0,0
 
     def before_batch(self):
@@ -204,7 +205,7 @@ class StepRecorder(Callback):
 
     def _is_last(self):
         creates_state = xr.is_spmd() and len(opt_tensors(self.opt))>0 # in the program of the first step
-        return self.n_steps>1 or not creates_state if self.wrote else self.n>=_most
+        return self.n_steps>1 or not creates_state if self.wrote else self.n>=self.most
 
     def _record(self):
         if self.done: return
@@ -244,7 +245,7 @@ def refuse_writes(
 
 # %% ../../nbs/940_aot.trace.ipynb #job
 compile_phases = 'train','valid'
-compile_strategies = 'tpu','distributed','sharded'
+compile_strategies = 'tpu','distributed','ranks','sharded'
 
 @dataclass
 class CompileJob:
@@ -275,12 +276,12 @@ def _unpack(run):
     load_on_host(learn.dls)
     return learn
 
-def _prepare(learn, folder, phase):
+def _prepare(learn, folder, phase, most=32):
     "`learn`, which writes into a folder of its own, with what records the step"
     ours = xla_callbacks(learn)
     if all(cb.shared_path is None for cb in ours):
         ours[0].shared_path,learn.path,learn.logger,learn.model_dir = learn.path,folder,noop,Path(learn.model_dir).name
-    return learn.add_cbs([LastOfStep(), StepRecorder(folder, phase)])
+    return learn.add_cbs([LastOfStep(), StepRecorder(folder, phase, most)])
 
 def _run_phase(learn, folder, phase, unnamed=()):
     _scopes.add(learn.model, but=unnamed)
@@ -291,8 +292,29 @@ def _run_phase(learn, folder, phase, unnamed=()):
         if _scopes.running: (folder/'module.txt').write_text(" in the model's module '{}', a {}".format(*_scopes.running))
         raise
 
+class _LoneRank(Ranks):
+    "Rank 0 of `n`, whose peers are not there and would say what it says"
+    def __init__(self, n):
+        self.rank,self.n,self.replication,self.loans = 0,n,[],Loans()
+        self.loans.put(ranks, 'gather_bytes', lambda b, size, _: [(size, b)]*n)
+    def exchange(self, what, tensors, group): return [tensors]*len(group)
+
+class _ReplicaStep(Callback):
+    "A batch with torch_xla's own collectives, which are only looked at"
+    order = StepRecorder.order-.5
+    def before_batch(self): Ranks.now.in_program = collective_names()
+
+def _trace_replica(job, run, folder, phase):
+    from torch_xla._internal import pjrt
+    os.environ.update(process_env(job.n))
+    take_place(_LoneRank(job.n))
+    pjrt.initialize_multiprocess(0, job.n)
+    learn = _prepare(_unpack(run).to_tpu_distributed(**job.options), folder, phase, most=1) # a batch that is not the last of a step cannot be run
+    _run_phase(learn.add_cb(_ReplicaStep()), folder, phase)
+
 def _trace(job, run, folder, phase):
     "Trace a step; this process is ended from outside"
+    if job.strategy=='ranks': return _trace_replica(job, run, folder, phase)
     if job.strategy in ('distributed','sharded'): os.environ.update(CPU_NUM_DEVICES=str(job.n), CPU_NUM_PROCESSES='1')
     learn = _unpack(run)
     getattr(learn, dict(tpu='to_tpu', distributed='to_tpu_distributed', sharded='to_tpu_sharded')[job.strategy])(**{**job.options, 'replay': False})
@@ -362,7 +384,9 @@ def compile_program(
     job:CompileJob,
 ):
     "What `cache.compile` returns for the devices of `job`"
-    try: return cache.compile(program, effort=job.effort, partitions=job.n)
+    if job.strategy=='ranks': program = tpu_collectives(program)
+    devices = dict(tpu={}, ranks=dict(replicas=job.n)).get(job.strategy, dict(partitions=job.n))
+    try: return cache.compile(program, effort=job.effort, **devices)
     except CompileError as e: raise CompileError(f'{_place_of_error(str(e), program)}: {e}') from e
 
 def run_job(
