@@ -6,7 +6,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/models.norms.html.md"""
 
 # %% auto #0
 __all__ = ['center', 'standardize', 'lend_builtin', 'partition_norms', 'batch_norms', 'mixes_samples', 'running_stats',
-           'lend_global_norms', 'lend_core_norms', 'lend_weight_norms']
+           'lend_global_norms', 'lend_core_norms']
 
 # %% ../../nbs/320_models.norms.ipynb #imports
 import weakref
@@ -15,8 +15,6 @@ from fastcore.all import noop
 from torch import nn
 from torch.jit._builtins import _find_builtin, _get_builtin_table, _register_builtin
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.utils import parametrizations
-from torch.nn.utils.weight_norm import WeightNorm
 from ..runtime.device import xm
 from ..runtime.ranks import world_size
 from ..runtime.transfer import on_xla
@@ -165,29 +163,3 @@ def lend_core_norms(
         parts = n*(1+len(getattr(m, 'aux_bn', ())))
         return _layer_of(m, x, lambda m, x: _by_each_core(m, x, n)) if m.training and on_xla(x) and len(x)%parts==0 else stock(x)
     for m in batch_norms(model): loans.lend(m, 'forward', _core_norm)
-
-# %% ../../nbs/320_models.norms.ipynb #weight-norms
-def _weight_norm(v, g, dim): return v*(g/torch.norm_except_dim(v, 2, dim))
-
-def _hooked_weight(hook, stock, m):
-    v,g = (getattr(m, f'{hook.name}_{o}') for o in 'vg')
-    return _weight_norm(v, g, hook.dim) if on_xla(v) else stock(m)
-
-def _normed_weight(m, stock, g, v): return _weight_norm(v, g, m.dim) if on_xla(v) else stock(g, v)
-
-def _spectral_weight(m, stock, w):
-    if not on_xla(w) or w.ndim==1: return stock(w)
-    mat = m._reshape_weight_to_matrix(w)
-    if m.training: m._power_method(mat, m.n_power_iterations)
-    return w/torch.dot(m._u.clone(), torch.mv(mat, m._v.clone())) # copies, as the next pass writes into both
-
-def lend_weight_norms(
-    model:nn.Module,
-    loans, # `Loans`, which restore the methods
-):
-    "Patch `weight_norm` and `spectral_norm` in `model` with formulas that stay on an XLA device"
-    for m in model.modules():
-        if isinstance(m, parametrizations._WeightNorm): loans.lend(m, 'forward', _normed_weight)
-        if isinstance(m, parametrizations._SpectralNorm): loans.lend(m, 'forward', _spectral_weight)
-        for hook in m._forward_pre_hooks.values():
-            if isinstance(hook, WeightNorm): loans.lend(hook, 'compute_weight', _hooked_weight)

@@ -28,11 +28,10 @@ from ..patches.learner import xla_callbacks, XLACallback
 from ..data.rng import base_seed, kept_rng
 from ..data.placement import TfmPlacement
 from ..data.loader import XLADL
-from ..models.norms import lend_weight_norms, mixes_samples, running_stats
+from ..models.norms import mixes_samples, running_stats
 from ..models.ranges import RangeCheck
 from ..models.forms import lend_as_written, lend_tpu_forms
 from ..models.text import lend_text, pads_text
-from ..models.timm import lend_timm
 from .move import HostValues, move_learner, opt_states, placed_tensors, Renewal
 from .optimizer import lend_step, make_state_ahead
 from .meters import device_metric, DeviceMetric, HostQueue, PendingLoss, step_metrics, stock_metric
@@ -269,7 +268,7 @@ class TPUTrainer(XLACallback):
         self.loans.give_back()
         for lend in (lend_stand_ins, lend_loop): lend(self.learn, self.loans)
         if self.opt is not None: lend_step(self.opt, self.loans)
-        for lend in (lend_text, lend_timm, lend_weight_norms): lend(self.model, self.loans)
+        lend_text(self.model, self.loans)
         lend_as_written(self.loans)
         if program_kind()=='TPU' and self.holds_whole_model: lend_tpu_forms(self.loans)
 
