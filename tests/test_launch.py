@@ -86,7 +86,7 @@ def test_kinds_of_device(kind, monkeypatch):
 @pytest.fixture
 def tpu(monkeypatch):
     "What `layout` sees on TPU machines; the number of processes is torch_xla's own arithmetic"
-    import fastai_xla.launch.xla as l, fastai_xla.runtime.device as device
+    import fastai_xla.launch.launcher as l, fastai_xla.runtime.device as device
     from torch_xla._internal import tpu
     def _set(chips, cores):
         for o in (l, device): monkeypatch.setattr(o, 'device_kind', lambda: 'TPU')

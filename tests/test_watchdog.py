@@ -5,7 +5,7 @@ from fastai.basics import Callback, set_seed
 from fastai.test_utils import synth_learner
 from fastai_xla.all import get_pool, LaunchError, resume_from, TPUPool
 from fastai_xla.launch.worker import post
-from fastai_xla.launch.watchdog import Watchdog
+from fastai_xla.launch.launcher import Watchdog
 from fastai_xla.runtime.ranks import rank
 
 pytestmark = pytest.mark.slow

@@ -31,9 +31,7 @@ from ..train.trainer import drop_batch, remove_trainers, TPUTrainer
 from ..virtual_cores.processes import join_torchrun, Ranks
 from ..launch.messages import LaunchInterrupt
 from ..launch.worker import post, this_worker
-from ..launch.xla import check_one_host, check_parent
-from ..launch.launcher import get_pool
-from ..launch.watchdog import Watchdog
+from ..launch.launcher import check_one_host, check_parent, get_pool, Watchdog
 from .alike import ReplicasAlike
 from .loss import BatchLoss
 from .trainer import GradientReducer, lengthen_lr_find, TPUDistributedTrainer

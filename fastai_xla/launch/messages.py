@@ -6,7 +6,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/launch.messages.html.md"""
 
 # %% auto #0
 __all__ = ['find_unpicklable', 'unpicklable_error', 'dump_named', 'LaunchError', 'LaunchInterrupt', 'launch_error', 'Run',
-           'Pause', 'StopAt', 'Hello', 'Printed', 'Posted', 'PausedAt', 'Idle', 'Result', 'Failed']
+           'Pause', 'StopAt', 'Hello', 'Printed', 'Posted', 'PausedAt', 'Result', 'Failed']
 
 # %% ../../nbs/550_launch.messages.ipynb #imports
 import inspect, traceback
@@ -60,7 +60,7 @@ def dump_named(share=False, **named):
 # %% ../../nbs/550_launch.messages.ipynb #errors
 class LaunchError(RuntimeError):
     "A rank failed; `rank` is its number, None where only the process is known, and `__cause__` its exception"
-    kept,full = False,'' # Do the ranks live on? All frames of the rank
+    full = '' # All frames of the rank
     def __init__(self, rank, msg):
         super().__init__(rank, msg)
         self.rank,self.msg = rank,msg
@@ -173,11 +173,6 @@ class PausedAt:
     "A rank has asked `n` times in run `run_id` whether to stop"
     run_id:int
     n:int
-
-@dataclass(frozen=True)
-class Idle:
-    "Run `run_id` has ended on a rank, well or not, and its device has done what it was given"
-    run_id:int
 
 @dataclass(frozen=True)
 class Result:

@@ -154,29 +154,6 @@ def _reduce_class(c):
 
 # %% ../../nbs/540_launch.serialization.ipynb #refused
 _locks = type(threading.Lock()),type(threading.RLock())
-_files = io.TextIOWrapper,io.BufferedReader,io.BufferedWriter,io.BufferedRandom
-
-def _open(path, mode, kwargs, at):
-    "The file `path`, read from `at` on, or added to by the main rank alone"
-    if at is None and Received.now and not Received.now.is_main: path = os.devnull
-    res = open(path, mode, **kwargs)
-    if at is not None: res.seek(at)
-    return res
-
-def _closed():
-    with open(os.devnull) as f: return f
-
-def _reduce_file(f):
-    "How to open `f` again"
-    text = isinstance(f, io.TextIOWrapper)
-    kwargs,b = dict(encoding=f.encoding, errors=f.errors) if text else {},'' if text else 'b'
-    if f.closed: return _closed, ()
-    if f.fileno() in (1,2): return getattr, (sys, ('stdout','stderr')[f.fileno()-1])
-    if not isinstance(f.name, (str,bytes)): return None
-    path = os.path.abspath(f.name)
-    if not f.writable(): return _open, (path, 'r'+b, kwargs, f.tell())
-    f.flush()
-    return _open, (path, 'a'+b, kwargs, None)
 
 def _logger(name, level, handlers, propagate, parent):
     "The logger `name`, with the handlers of the notebook's; `parent`, to which it may propagate, was made in the same way"
@@ -186,8 +163,8 @@ def _logger(name, level, handlers, propagate, parent):
     return res
 
 def _reduce_logger(o):
-    "How to make the logger `o` again, with those of its handlers that write to a stream or a file"
-    handlers = [h for h in o.handlers if type(h) in (logging.StreamHandler,logging.FileHandler)]
+    "How to make the logger `o` again, with those of its handlers that write to a stream"
+    handlers = [h for h in o.handlers if type(h) is logging.StreamHandler]
     return _logger, (o.name, o.level, handlers, o.propagate, o.parent)
 
 def _reduce_refused(o):
@@ -197,7 +174,6 @@ def _reduce_refused(o):
     if isinstance(o, (weakref.WeakKeyDictionary,MappingProxyType)): return type(o), (dict(o),) # those of `functools.singledispatch`
     for k in ('stdout','stderr'):
         if o is getattr(sys, k): return getattr, (sys, k)
-    if isinstance(o, _files): return _reduce_file(o)
     if isinstance(o, nn.Module) and _is_parametrized(type(o)): return copyreg.__newobj__, (type(o),), vars(o)
 
 # %% ../../nbs/540_launch.serialization.ipynb #pickler

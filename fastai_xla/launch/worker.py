@@ -9,17 +9,18 @@ __all__ = ['StopVote', 'Worker', 'this_worker', 'post', 'variable_owners', 'send
            'apply_settings', 'apply_caller_setup', 'unpack_call', 'serve', 'stacks_file']
 
 # %% ../../nbs/560_launch.worker.ipynb #imports
-import atexit, faulthandler, gc, importlib, linecache, multiprocessing, os, pickle, queue, signal, sys, threading, time, traceback
-from contextlib import suppress
+import atexit, faulthandler, gc, importlib, linecache, multiprocessing, os, pickle, queue, signal, sys, threading, time
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from fastai.basics import defaults
 import torch
-from ..runtime.users import users_modules
+from ..runtime.device import device_kind, start_error, torch_xla, xla_device, xm, xr
 from ..patches.registry import Loans
 from ..patches.travel import spawn_by_value
+from ..virtual_cores.processes import become_rank, Ranks
 from .serialization import dumps, Received
 from .shared import WatchedObjects
-from .messages import Failed, Hello, Idle, Pause, PausedAt, Posted, Printed, Result, StopAt, unpicklable_error
+from .messages import Failed, Hello, Pause, PausedAt, Posted, Printed, Result, StopAt, unpicklable_error
 
 # %% ../../nbs/560_launch.worker.ipynb #vote
 class StopVote:
@@ -51,12 +52,22 @@ class StopVote:
             self.asked += 1
             return self.asked>=self.stop_at
 
+# %% ../../nbs/560_launch.worker.ipynb #in-rank
+def _start_rank(i, n):
+    "Start the runtime in process `i` of `n`; returns its rank"
+    from torch_xla._internal import pjrt
+    if device_kind()=='CPU' and n>1: become_rank(i, n)
+    try: pjrt.initialize_singleprocess() if n==1 else pjrt.initialize_multiprocess(i, n)
+    except Exception as e: raise start_error(e) from e
+    xla_device()
+    return xr.global_ordinal()
+
 # %% ../../nbs/560_launch.worker.ipynb #worker
 class Worker:
     "One rank of a pool, which is this process: a thread receives the parent's messages, the main thread runs what they send"
     now = None # the `Worker` of this process
-    def __init__(self, conn, rank, backend):
-        self.conn,self.rank,self.backend,self.pid,self.watched,self.owners = conn,rank,backend,os.getpid(),None,()
+    def __init__(self, conn, rank):
+        self.conn,self.rank,self.pid,self.watched,self.owners = conn,rank,os.getpid(),None,()
         self.lock,self.vote = threading.Lock(),StopVote()
         self.jobs = queue.SimpleQueue() # `Run` messages, from the thread that receives to the main thread; None: end
 
@@ -89,19 +100,11 @@ class Worker:
     # a run
     def run(self, run):
         "Call the function of a `Run`, and send what it returned or raised"
-        _drop_edited_modules()
         with Received(self.rank==0) as received, Loans() as loans:
             try: self.send(Result(self.rank, self._call_function(run, received, loans)))
-            except BaseException as e:
-                self.send(Failed.of(self.rank, e, self._changes()))
-                # free the tensors and the graph that the failed function has left, so that the rank can run the next one
-                traceback.clear_frames(e.__traceback__)
-                self.backend.drop()
+            except BaseException as e: self.send(Failed.of(self.rank, e, self.watched and self.watched.changes()))
             finally: self.watched,self.owners = None,()
-        _drop_edited_modules()
         gc.collect()
-        self.backend.finish()
-        self.send(Idle(run.run_id))
 
     def _call_function(self, run, received, loans):
         "Call the function of `run` in the caller's setup; returns its result, pickled, on the main rank with the `Changes` of the caller's objects"
@@ -110,14 +113,13 @@ class Worker:
         self.owners = received.owners(objects)
         if received.is_main: self.watched = WatchedObjects(objects, self.owners, shared, received.maps)
         del objects # so that `fn` can free what it was sent
-        with self.backend.running():
+        with Ranks.now or nullcontext():
             res = fn(self.rank, *args)
-            self.backend.finish()
+            torch_xla.sync()
+            xm.wait_device_ops()
         if self.watched: self.watched.done = True
         try: return dumps(self.watched.changes(res) if self.watched else res)
         except Exception as e: raise unpicklable_error(e, result=res) from None
-
-    def _changes(self): return self.watched and self.watched.changes() # None on all ranks but the main one
 
 # %% ../../nbs/560_launch.worker.ipynb #post
 def this_worker():
@@ -200,15 +202,6 @@ def unpack_call(
     apply_settings(settings)
     return (fn,args,shared),objects
 
-_mtimes = {} # of the user's modules when they were imported, by name
-
-def _drop_edited_modules():
-    "Drop the user's modules whose files were edited since: the next import reads them again"
-    for m in users_modules():
-        with suppress(OSError, TypeError, AttributeError): # a module without a file
-            mtime = os.stat(m.__file__).st_mtime_ns
-            if _mtimes.setdefault(m.__name__, mtime)!=mtime: del sys.modules[m.__name__],_mtimes[m.__name__]
-
 # %% ../../nbs/560_launch.worker.ipynb #output
 class _Output:
     "A rank's `sys.stdout` or `sys.stderr`: only what the main rank writes is shown"
@@ -235,8 +228,7 @@ def serve(
     conn, # Connection to the parent
     parent:int, # Its process
     i:int, # Number of this process in the pool
-    n:int, # Number of ranks
-    backend:str # Module with what the launcher asks of a library, such as `fastai_xla.launch.xla`
+    n:int # Number of ranks
 ):
     "The life of process `i` of a pool of `n` ranks"
     gc.freeze() # `start_process` has disabled garbage collection for the imports, whose objects stay
@@ -246,11 +238,11 @@ def serve(
     spawn_by_value()
     signal.signal(signal.SIGTERM, signal.SIG_IGN) # the parent gets it too, and says when to stop
     faulthandler.register(signal.SIGUSR1, file=stacks_file(os.environ['FASTAI_XLA_POOL_FOLDER'], i).open('w'), all_threads=True)
-    w = Worker.now = Worker(conn, i, importlib.import_module(backend))
+    w = Worker.now = Worker(conn, i)
     sys.stdout,sys.stderr = _Output('stdout'),_Output('stderr')
     threading.Thread(target=w.listen, args=(parent,), daemon=True).start()
     try:
-        w.rank = w.backend.start(i, n)
+        w.rank = _start_rank(i, n)
         w.send(Hello(i, w.rank))
         while run := w.jobs.get():
             w.run(run)

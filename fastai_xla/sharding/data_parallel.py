@@ -17,7 +17,7 @@ from ..runtime.args import check_bool, check_choice, check_int, check_path
 from ..runtime.backend import by_backend
 from ..virtual_cores.processes import TorchrunPlace
 from ..models.norms import lend_core_norms
-from ..launch.watchdog import Watchdog
+from ..launch.launcher import Watchdog
 from ..distributed.loss import BatchLoss
 from ..distributed.trainer import ScaledRates
 from ..distributed.learner import detach_ranks, is_rank, to_ranks, TPUPoolTrainer

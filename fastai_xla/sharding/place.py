@@ -17,8 +17,7 @@ from ..models.deferred import materialize
 from ..models.blocks import repeated_blocks
 from ..train.move import learner_modules, opt_tensors, repoint_opt
 from ..virtual_cores.processes import TorchrunPlace
-from ..launch.launcher import current_pool
-from ..launch.xla import slice_hosts
+from ..launch.launcher import current_pool, slice_hosts
 from .rules import infer_sharding
 
 # %% ../../nbs/710_sharding.place.ipynb #process
