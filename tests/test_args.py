@@ -10,7 +10,6 @@ from fastai_xla.all import *
 from fastai_xla.checkpoint.manager import CheckpointManager
 from fastai_xla.data.rng import seed_all, set_rng_state
 from fastai_xla.data.shapes import bucket_len, bucket_lens
-from fastai_xla.distributed.metrics import sync_metric
 from fastai_xla.distributed.loss import BatchLoss
 from fastai_xla.distributed.trainer import GradientReducer
 from fastai_xla.launch.launcher import Watchdog
@@ -76,7 +75,6 @@ CASES = [ # what is called, and of its arguments the wrong values
     (one_core, dict(batch_tfms=WRONG, fetch_every=but(0, 1.5), replay=bit, strict=bit, cache=place_or_none)),
     (use_virtual_cores, dict(n=count_or_none)),
     (TPUPool, dict(n_cores=count_or_none)), (get_pool, dict(n_cores=count_or_none)), (tpu_launch, dict(fn=WRONG, n_cores=count_or_none), dict(fn=noop)),
-    (sync_metric, dict(m=WRONG)),
     (TPUDistributedTrainer, dict(batch_tfms=WRONG, fetch_every=but(0, 1.5), sync_bn=WRONG, replay=bit)), (GradientReducer, dict(scale_lr=bit)), (BatchLoss, dict(loss=but(None))),
     (pooled, dict(n_cores=count_or_none, processes=bit_or_none, strict=bit, cache=place_or_none, batch_tfms=WRONG, fetch_every=but(0, 1.5), sync_bn=but(None), scale_lr=bit, loss=but(None),
         watchdog=but(None, 1.5), replay=bit)), (Watchdog, dict(minutes=but(None, 1.5)), {}, dict(minutes='watchdog')), (pool_setup, dict(fn=but(None), remove=bit)),

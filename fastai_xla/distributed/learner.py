@@ -32,9 +32,8 @@ from ..virtual_cores.processes import join_torchrun, Ranks
 from ..launch.messages import LaunchInterrupt
 from ..launch.worker import post, this_worker
 from ..launch.launcher import check_one_host, check_parent, get_pool, Watchdog
-from .alike import ReplicasAlike
 from .loss import BatchLoss
-from .trainer import GradientReducer, lengthen_lr_find, TPUDistributedTrainer
+from .trainer import GradientReducer, lengthen_lr_find, ReplicasAlike, TPUDistributedTrainer
 from .state import learner_loaders, LearnerState, place_held, set_state, state_after, state_before, without_cbs
 from .progress import LogMessage, ProgressPlayer, ProgressReporter, StopOnRequest
 

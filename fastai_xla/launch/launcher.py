@@ -46,26 +46,17 @@ def layout(
     return n, {}
 
 # %% ../../nbs/570_launch.launcher.ipynb #hosts
-def slice_hosts(
-    env:dict|None=None, # The environment; that of this process by default, with what torch_xla knows
-):
-    "Names of the hosts of the slice; [] where nobody says"
-    hosts = [o for o in (os.environ if env is None else env).get('TPU_WORKER_HOSTNAMES', '').split(',') if o]
-    return hosts or (_asked_hosts() if env is None and device_kind()=='TPU' and n_cores() else [])
-
-def _asked_hosts():
-    "The hosts that torch_xla finds; [] where nobody can say"
+def slice_hosts():
+    "Names of the hosts of the TPU slice; [] where nobody says"
+    if device_kind()!='TPU' or not n_cores(): return []
+    if hosts := os.environ.get('TPU_WORKER_HOSTNAMES'): return hosts.split(',')
     from torch_xla._internal import tpu
     try: return tpu.get_worker_ips()
     except Exception: return [] # when the cores start, they ask again, and say what is wrong
 
-def check_one_host(
-    env:dict|None=None, # The environment; that of this process by default, with what torch_xla knows
-):
+def check_one_host():
     "Raise where a pool would be one host's part of a slice"
-    if env is None and (device_kind()!='TPU' or not n_cores()): return
-    hosts = slice_hosts(env)
-    if len(hosts)<2: return
+    if len(hosts := slice_hosts())<2: return
     raise RuntimeError(f"This TPU slice has {len(hosts)} hosts ({hosts[0]} to {hosts[-1]}), and a notebook starts the cores of one. "
         "Put the training into a script, and start that on every host: gcloud compute tpus tpu-vm ssh NAME --worker=all --command='fastai-xla launch train.py'")
 
@@ -259,10 +250,6 @@ def read_stacks(
     return text.strip()
 
 # %% ../../nbs/570_launch.launcher.ipynb #watchdog
-def _debugged():
-    "Does a debugger, or something else that follows each line, run in this process?"
-    return sys.gettrace() is not None or hasattr(sys, 'monitoring') and sys.monitoring.get_tool(sys.monitoring.DEBUGGER_ID) is not None
-
 class Watchdog:
     "Ends a run on a pool in which for some minutes no rank has sent anything or computed; for the `watch` of `TPUPool.run`"
     def __init__(self,
@@ -271,7 +258,7 @@ class Watchdog:
         check_number('watchdog', minutes, above=0, none=True, must='a number of minutes without a sign of life')
         self.minutes,self.seconds,self.stop = minutes,60*(minutes or 0),None
 
-    def __bool__(self): return self.minutes is not None and not _debugged()
+    def __bool__(self): return self.minutes is not None
     def __getattr__(self, k): return getattr(self.stop, k)
 
     def watch(self, stop, procs):

@@ -66,15 +66,6 @@ class LaunchError(RuntimeError):
         self.rank,self.msg = rank,msg
     def __str__(self): return vars(self).get('_said', self.msg)
 
-    def _render_traceback_(self):
-        "What IPython shows: what happened and the user's frames; when it is asked again, by `%tb`, all frames"
-        if vars(self).get('_shown'): return [self.full, *traceback.format_exception(type(self), self, self.__traceback__, chain=False)]
-        self._shown = True
-        frames = traceback.extract_tb(self.__traceback__)
-        mine = [o for o in frames if is_users(o.filename)]
-        more = f"`%tb` shows all {len(frames)} frames{', and those of the rank'*bool(self.full)}."
-        return [str(self), 'Called here:', ''.join(traceback.format_list(mine)), more]
-
 class LaunchInterrupt(KeyboardInterrupt):
     "Ctrl-C; `results` is what the ranks returned when they heeded `stop_requested`, else None"
     def __init__(self, results=None):

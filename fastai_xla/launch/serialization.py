@@ -71,7 +71,7 @@ class Received:
     def __init__(self,
         is_main:bool # Is this the main rank?
     ):
-        self.is_main,self.maps,self.classes = is_main,{},set()
+        self.is_main,self.classes = is_main,set()
 
     def __enter__(self):
         Received.now = self
@@ -94,13 +94,7 @@ class Received:
         spaces = {id(vars(m)) for m in travelled.values()}
         return [o for o in objects.values() if id(o) in spaces or id(o) in self.classes or isinstance(o, FunctionType) and users_module(o)]
 
-    def map(self, path, n):
-        s = map_memory(path, n)
-        self.maps[s.data_ptr()] = path,n
-        return s
-
 # %% ../../nbs/540_launch.serialization.ipynb #mapped
-def _mapped(path, n): return Received.now.map(path, n) if Received.now else map_memory(path, n)
 def _typed(s, dtype): return torch.storage.TypedStorage(wrap_storage=s, dtype=dtype, _internal=True)
 
 # %% ../../nbs/540_launch.serialization.ipynb #modules
@@ -187,7 +181,7 @@ class ValuePickler(Pickler):
         if isinstance(o, torch.storage.TypedStorage): return _typed, (o._untyped_storage, o.dtype)
         if isinstance(o, torch.UntypedStorage) and o.device.type=='cpu':
             name = self._name(o)
-            return (_mapped, name) if name else (_storage, (as_bytes(o).tobytes(),))
+            return (map_memory, name) if name else (_storage, (as_bytes(o).tobytes(),))
         if (f := as_written(o)) is not o: return as_written, (f,)
         if isinstance(o, type): res = _reduce_class(o) if self.by_value else None
         elif isinstance(o, ModuleType): res = _reduce_module(o, self._namespace(o)) if self.by_value and users_module(o) else None
@@ -236,6 +230,6 @@ def dumps(o): return dump(o)[0]
 
 def unpickler(packed):
     data,names = packed
-    return pickle.Unpickler(io.BytesIO(data), buffers=[as_bytes(_mapped(*n)).data for n in names])
+    return pickle.Unpickler(io.BytesIO(data), buffers=[as_bytes(map_memory(*n)).data for n in names])
 
 def loads(packed): return unpickler(packed).load()

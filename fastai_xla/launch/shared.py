@@ -11,14 +11,14 @@ __all__ = ['own_attributes', 'Changes', 'WatchedObjects', 'apply_changes']
 import io, pickle, warnings
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
-import numpy as np, torch
+import torch
 from fastai.basics import DataLoader, DataLoaders, Datasets, Learner, TfmdLists
 from fastai.optimizer import _BaseOptimizer
 from torch import nn
 from ..runtime.transfer import on_xla, to_host
-from ..runtime.values import contents, digest, is_atom, put, refill, refusal, same_numbers, states
+from ..runtime.values import contents, digest, is_atom, put, refill, refusal, states
 from ..patches.grads import has_grad
-from .serialization import as_bytes, map_memory, ValuePickler
+from .serialization import ValuePickler
 
 # %% ../../nbs/545_launch.shared.ipynb #kinds
 own_attributes = {} # names of attributes that each process has its own values of, by class: they are not copied back
@@ -65,7 +65,6 @@ class WatchedObjects:
         objects:dict, # What came, by number
         owners:list, # Globals, classes and functions of the user's
         shared:list, # Other objects that are watched
-        maps:dict, # Memory that is shared: (path, bytes) by address
     ):
         known = {id(o): i for i,o in objects.items() if not is_atom(o)}
         self.objects = {} # watched objects, by number
@@ -80,7 +79,7 @@ class WatchedObjects:
         self.sent_on_failure = {*self.objects} # all but what is trained: sent even if the function fails
         self._watch_all([*owners, *shared], known)
         for i,o in self.objects.items():
-            if i not in self.before: self.fingerprints[i] = self._fingerprint(o, maps)
+            if i not in self.before: self.fingerprints[i] = self._fingerprint(o)
 
     def _watch_all(self, roots, known, leave=()):
         "Watch the objects of `known` that can be reached from `roots`, but not through those of the classes `leave`"
@@ -123,19 +122,9 @@ class WatchedObjects:
         return v is not _missing and (id(v) in self.numbers or not _is_from_fastai_xla(v))
 
     # how a change of an object that is no container is noticed
-    def _fingerprint(self, o, maps):
-        "What `o` is compared with later: its original value where that costs no memory, else a digest; of a tensor also its flags"
-        original = self._map_original(o, maps)
-        value = self._digest(o) if original is None else original
-        return (value, o.requires_grad, has_grad(o)) if isinstance(o, torch.Tensor) else value
-
-    def _map_original(self, o, maps):
-        "The value that `o` came with, mapped once more from its file, if it is in mapped memory: pages that nobody writes are shared, so it costs none"
-        if isinstance(o, torch.Tensor):
-            if o.device.type=='cpu' and (m := maps.get(o.untyped_storage().data_ptr())):
-                return torch.empty(0, dtype=o.dtype).set_(map_memory(*m), o.storage_offset(), o.shape, o.stride())
-        elif isinstance(o, np.ndarray) and (m := maps.get(o.__array_interface__['data'][0])):
-            return np.ndarray(o.shape, o.dtype, as_bytes(map_memory(*m)), strides=o.strides)
+    def _fingerprint(self, o):
+        "What `o` is compared with later: a digest, and of a tensor also its flags"
+        return (self._digest(o), o.requires_grad, has_grad(o)) if isinstance(o, torch.Tensor) else self._digest(o)
 
     def _digest(self, o):
         "A digest of the contents of `o`"
@@ -143,10 +132,6 @@ class WatchedObjects:
         try: return digest(states[type(o)][0](o) if type(o) in states else o, lambda f: _Pickler(f, self.numbers))
         finally:
             if number is not None: self.numbers[id(o)] = number
-
-    def _is_unchanged(self, o, value):
-        "Is `o` equal to the `value` of its fingerprint?"
-        return same_numbers(o, value) if isinstance(value, (np.ndarray,torch.Tensor)) else value==self._digest(o)
 
     # what has changed
     def changes(self,
@@ -168,7 +153,7 @@ class WatchedObjects:
 
     def _entries(self, chosen):
         "([(number, kind of change, value)] of all but tensors, ids of objects that have changed and can only be sent as new objects)"
-        others = [(i,o) for i,o in chosen.items() if i in self.fingerprints and i not in self.tensors and not self._is_unchanged(o, self.fingerprints[i])]
+        others = [(i,o) for i,o in chosen.items() if i in self.fingerprints and i not in self.tensors and self._digest(o)!=self.fingerprints[i]]
         new = {id(o) for _,o in others if type(o) not in states}
         return [(i, 'state', states[type(o)][0](o)) for i,o in others if type(o) in states] + [*self._changed_containers(chosen, new)], new
 
@@ -225,8 +210,8 @@ class WatchedObjects:
         "(Value on the host, flags) of each tensor of `watched` that has changed, by number; `hosts` are their values"
         res = {}
         for (i,t),h in zip(watched.items(), hosts):
-            (value,*flags),now = self.fingerprints[i],[t.requires_grad, has_grad(t)]
-            if now!=flags or not self._is_unchanged(h, value): res[i] = h.detach().as_subclass(torch.Tensor),*now
+            now = t.requires_grad,has_grad(t)
+            if (self._digest(h),*now)!=self.fingerprints[i]: res[i] = h.detach().as_subclass(torch.Tensor),*now
         return res
 
 # %% ../../nbs/545_launch.shared.ipynb #helpers

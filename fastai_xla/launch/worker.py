@@ -111,7 +111,7 @@ class Worker:
         apply_caller_setup(run)
         (fn,args,shared),objects = unpack_call(run.call, received, loans)
         self.owners = received.owners(objects)
-        if received.is_main: self.watched = WatchedObjects(objects, self.owners, shared, received.maps)
+        if received.is_main: self.watched = WatchedObjects(objects, self.owners, shared)
         del objects # so that `fn` can free what it was sent
         with Ranks.now or nullcontext():
             res = fn(self.rank, *args)
