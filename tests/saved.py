@@ -53,5 +53,5 @@ def check(by, learn):
 if __name__ == '__main__':
     sys.path.insert(0, str(Path(__file__).parent.parent))
     from fastai_xla.all import *
-    from fastai_xla.runtime.backend import backend
+    from fastai_xla.runtime.device import backend
     save(folder/backend())

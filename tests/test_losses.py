@@ -5,14 +5,13 @@ import pickle, warnings
 from contextlib import contextmanager
 from functools import cache
 import pytest
-from threads import run_replicas, use_virtual_cores
+from threads import n_device_calls, run_replicas, use_virtual_cores
 use_virtual_cores(2)
 from synth import *
 from torch.nn import functional as F
 from fresh import run
 import loss_cases as lc
 from fastai_xla.distributed.loss import BatchLoss
-from fastai_xla.runtime.counts import n_device_calls
 from fastai_xla.runtime.counts import xla_counts
 for o in [o for o in globals() if o.startswith('test')]: del globals()[o]  # fastai's, which pytest would collect
 

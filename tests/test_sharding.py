@@ -366,7 +366,7 @@ def a_steady_epoch_on_two_hosts():
 
 @case('methods')
 def what_is_spread_over_hosts_is_read_by_a_program_that_is_kept():
-    from fastai_xla.runtime.hosts import gathered
+    from fastai_xla.runtime.ranks import gathered
     l = lib()
     with pretend_hosts(blocks_of_two): learn = tiny(l).to_tpu_sharded(fsdp=8)
     ws,want = [learn.model[0][0].weight.detach()],learn.model[0][0].weight.cpu()

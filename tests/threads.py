@@ -7,14 +7,27 @@ from functools import wraps
 import torch
 from fastai_xla.distributed import learner as rank_learner
 from fastai_xla.patches.registry import Loans
-from fastai_xla.runtime.counts import begin_own_calls, count_call, own_reads
+from fastai_xla.runtime import counts
+from fastai_xla.runtime.counts import own_reads
 from fastai_xla.runtime.device import runtime_started, torch_xla, xla_device, xm, xr
+from fastai_xla.train import recogniser
 from fastai_xla.virtual_cores.processes import RankError as ReplicaError
 
 def use_virtual_cores(n):
     "Give this process `n` devices that can wait for each other, unless its runtime has started"
     if runtime_started(): return
     os.environ.update(PJRT_DEVICE='CPU', CPU_NUM_DEVICES=str(n), CPU_NUM_PROCESSES='1', PJRT_CPU_ASYNC_CLIENT='0', XLA_THREAD_POOL_SIZE='32')
+
+# ---- what a replica alone has asked of its device, beside others of its process
+
+own = threading.local()
+
+def count_call():
+    if hasattr(own, 'calls'): own.calls += 1
+
+def n_device_calls():
+    "`counts.n_device_calls`, of this thread alone if it is a replica"
+    return own.calls if hasattr(own, 'calls') else counts.n_device_calls()
 
 # ---- where replicas meet
 
@@ -192,6 +205,11 @@ def run_for(x):
     count_call()
     lib()._xla_sync_multi([x], [], sync_xla_data=False)
 
+@stands_for(lib, '_xla_get_cpu_tensors')
+def get_cpu_tensors(old, xs):
+    count_call()
+    return old(xs)
+
 @stands_for(lambda: torch.Tensor, *'item cpu tolist __bool__ __int__ __float__ __index__'.split())
 def read(old, self, *args, **kwargs):
     run_for(self)
@@ -213,6 +231,7 @@ def begin(n):
     with own_reads(): run.replicas[0].first.item() # adds its row to torch_xla's table before threads do
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     for owner,name,f in table: run.loans.put(owner(), name, wraps(old := getattr(owner(), name))(after(f, old)))
+    run.loans.put(recogniser, 'n_device_calls', n_device_calls)
     run.loans.put(rank_learner, 'device_kind', lambda: 'TPU') # where replicas can wait for each other
 
 def after(f, old):
@@ -227,7 +246,7 @@ def end():
 def replica(device, fn, results, errors):
     "Keep what `fn()` returns or raises, and tell the peers that this one has left"
     lib()._xla_set_default_device(device)
-    begin_own_calls()
+    own.calls = 0
     rank,why = xr.global_ordinal(),'has returned'
     try:
         xla_device()

@@ -19,8 +19,7 @@ from fastai.callback.tracker import EarlyStoppingCallback
 from fastcore.all import noop
 from ..runtime.args import check_bool, check_choice, check_int, check_number, check_path
 from ..runtime.device import xla_device, xm
-from ..runtime.hosts import host_index, n_hosts
-from ..runtime.ranks import from_main, gather_objects, is_main, rank, world_size
+from ..runtime.ranks import from_main, gather_objects, host_index, is_main, n_hosts, rank, world_size
 from ..runtime.signals import first_signal
 from ..patches.learner import XLACallback
 from ..train.move import set_hypers

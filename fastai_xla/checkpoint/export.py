@@ -14,8 +14,7 @@ from fastai.basics import get_model, join_path_file, Learner
 from fastcore.all import CollBase, patch
 from safetensors.torch import save_file
 from timm.models._hub import has_hf_hub, save_for_hf
-from ..runtime.hosts import host_index, n_hosts
-from ..runtime.ranks import barrier, from_main, is_main
+from ..runtime.ranks import barrier, from_main, host_index, is_main, n_hosts
 from ..runtime.transfer import to_host
 from ..runtime.args import check_bool, check_path, check_type
 from ..patches.registry import Loans

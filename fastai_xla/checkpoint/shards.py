@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from ..runtime.device import torch_xla, xr
-from ..runtime.hosts import host_index
+from ..runtime.ranks import host_index
 from ..runtime.counts import will_read
 from ..runtime.transfer import is_spread, on_xla, to_host
 from .storage import SkipCheckpoint

@@ -10,6 +10,7 @@ __all__ = ['wrong_arg', 'check_number', 'check_int', 'check_bool', 'check_choice
 
 # %% ../../nbs/070_runtime.args.ipynb #imports
 import importlib, inspect, os, sys
+from collections.abc import Callable
 from numbers import Integral, Real
 from pathlib import Path
 import numpy as np
@@ -47,14 +48,8 @@ def check_number(
     if not ok or v!=v: raise wrong_arg(name, must, v, ValueError)
     return v
 
-def check_int(
-    name:str, # As for `wrong_arg`
-    v, # What came
-    at_least:int|None=None,
-    at_most:int|None=None,
-    none:bool=False, # May it be None?
-):
-    "`v`, if it is a whole number within the limits"
+def check_int(name, v, at_least=None, at_most=None, none=False):
+    "`v`, if it is a whole number within the limits; arguments as for `check_number`"
     return check_number(name, v, at_least, at_most, none=none, kind=Integral, must='a whole number')
 
 # %% ../../nbs/070_runtime.args.ipynb #kinds
@@ -88,27 +83,14 @@ def check_type(
     if isinstance(v, kind) or none and v is None: return v
     raise wrong_arg(name, _must(must, none), v)
 
-def check_callable(
-    name:str, # As for `wrong_arg`
-    v, # What came
-    none:bool=False, # May it be None?
-):
-    "`v`, if it can be called"
-    if callable(v) or none and v is None: return v
-    raise wrong_arg(name, _must('a function', none), v)
+def check_callable(name, v, none=False):
+    "`v`, if it can be called; arguments as for `check_type`"
+    return check_type(name, v, Callable, 'a function', none)
 
-# %% ../../nbs/070_runtime.args.ipynb #paths
-def check_path(
-    name:str, # As for `wrong_arg`
-    v, # What came
-    none:bool=False, # May it be None?
-):
-    "`v`, if it is a path"
-    must = _must('a path', none)
-    if v is None and none: return v
-    if not isinstance(v, (str, os.PathLike)): raise wrong_arg(name, must, v)
-    if not str(v): raise wrong_arg(name, must, v, ValueError)
-    return v
+def check_path(name, v, none=False):
+    "`v`, if it is a path; arguments as for `check_type`"
+    if v=='': raise wrong_arg(name, 'a path', v, ValueError) # it would be the current folder
+    return check_type(name, v, (str,os.PathLike), 'a path', none)
 
 # %% ../../nbs/070_runtime.args.ipynb #function
 def _parameters(f):

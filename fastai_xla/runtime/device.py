@@ -8,13 +8,14 @@ Docs: https://fastai-xla.github.io/fastai_xla/runtime.device.html.md"""
 __all__ = ['torch_xla', 'xm', 'xr', 'met', 'dist_version', 'tpu_line', 'XLANotInstalled', 'XLAVersionMismatch', 'xla_available',
            'require_xla', 'device_kind', 'make_programs_for', 'program_kind', 'n_processes', 'n_cores',
            'runtime_started', 'tpu_kind', 'cores_text', 'tell_cores', 'bf16_flags', 'mend_env', 'no_chip_error',
-           'start_error', 'xla_device', 'use_compile_cache', 'in_notebook']
+           'start_error', 'xla_device', 'use_compile_cache', 'backend', 'torch_tpu_problem', 'on_torch_tpu',
+           'by_backend', 'in_notebook']
 
 # %% ../../nbs/000_runtime.device.ipynb #imports
 from fastcore.imports import in_notebook
 import glob, logging, os, platform, re, warnings
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, wraps
 from importlib import metadata
 from pathlib import Path
 import torch
@@ -304,3 +305,51 @@ def use_compile_cache(
             "(in a notebook: the kernel) and call `use_compile_cache` before anything runs on the device")
     Path(path).mkdir(parents=True, exist_ok=True)
     xr.initialize_cache(path, readonly)
+
+# %% ../../nbs/000_runtime.device.ipynb #backend
+_backends = 'torch_xla','torch_tpu'
+
+def backend():
+    "The stack that trains in this process: 'torch_xla' or 'torch_tpu'"
+    asked = os.environ.get('FASTAI_XLA_BACKEND')
+    if asked is None: return 'torch_tpu' if dist_version('torch_tpu') and not xla_available() else 'torch_xla'
+    if asked in _backends: return asked
+    raise ValueError(f"FASTAI_XLA_BACKEND is 'torch_xla', 'torch_tpu' or not set. Got {asked!r}.")
+
+# %% ../../nbs/000_runtime.device.ipynb #problem
+def _torch_tpu_problem(
+    tpu_v:str|None, # Version of torch_tpu, None when it is missing
+    torch_v:str, # Version of torch
+    device:str|None, # Type of torch's accelerator, None when there is none
+):
+    "Why TorchTPU cannot be used, in words; None if it can"
+    install = "pip install 'fastai_xla[torch_tpu]'"
+    if tpu_v is None:
+        return ("FASTAI_XLA_BACKEND is 'torch_tpu', but torch_tpu is not installed: "
+            f"{install} in an environment without torch_xla, or unset FASTAI_XLA_BACKEND")
+    if not (2,11) <= tuple(map(int, torch_v.split('.')[:2])) <= (2,15):
+        return f"torch_tpu {tpu_v} needs torch 2.11 to 2.15, and torch {torch_v} is installed: {install}"
+    if device=='tpu': return None
+    if os.environ.get('TORCH_DEVICE_BACKEND_AUTOLOAD', '1')!='1':
+        return "TORCH_DEVICE_BACKEND_AUTOLOAD keeps torch from loading torch_tpu: unset it and restart Python"
+    return (f"torch_tpu {tpu_v} finds no TPU on this machine"+(f" (torch's accelerator is {device!r})" if device else '')+
+        ": TorchTPU runs on TPU machines alone. On a CPU, fastai_xla runs on PyTorch/XLA: pip install 'fastai_xla[xla]' in another environment")
+
+def torch_tpu_problem():
+    "Why TorchTPU cannot be used in this process, in words; None if it can"
+    device = torch.accelerator.current_accelerator() if hasattr(torch, 'accelerator') else None
+    return _torch_tpu_problem(dist_version('torch_tpu'), torch.__version__, device and device.type)
+
+# %% ../../nbs/000_runtime.device.ipynb #by-backend
+_methods_on_torch_tpu = {}
+
+def on_torch_tpu(f):
+    "Decorator: `f(learn, ...)` is what the method of its name does where TorchTPU trains"
+    _methods_on_torch_tpu[f.__name__] = f
+    return f
+
+def by_backend(f):
+    "Decorator for a method that is written for PyTorch/XLA: where TorchTPU trains, it does what `on_torch_tpu` has under its name"
+    @wraps(f)
+    def _inner(self, *args, **kwargs): return (_methods_on_torch_tpu[f.__name__] if backend()=='torch_tpu' else f)(self, *args, **kwargs)
+    return _inner

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
-from .device import _asked_device, bf16_flags, device_kind, dist_version, _mended, n_cores, _platform_problem
-from .device import _problem, runtime_started, torch_xla, _tpu, tpu_kind, tpu_line, xla_available
-from .backend import backend, torch_tpu_problem
+from .device import _asked_device, backend, bf16_flags, device_kind, dist_version, _mended, n_cores, _platform_problem
+from .device import _problem, runtime_started, torch_tpu_problem, torch_xla, _tpu, tpu_kind, tpu_line, xla_available
 from .table import RowTable
 
 # %% ../../nbs/050_runtime.doctor.ipynb #checkup

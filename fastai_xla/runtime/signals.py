@@ -1,4 +1,4 @@
-"""The first Ctrl-C is noted, so that what is under way can end well; a machine that is about to be taken away counts as SIGTERM
+"""The first Ctrl-C or SIGTERM is noted, so that what is under way can end well
 
 Docs: https://fastai-xla.github.io/fastai_xla/runtime.signals.html.md"""
 
@@ -8,59 +8,9 @@ Docs: https://fastai-xla.github.io/fastai_xla/runtime.signals.html.md"""
 __all__ = ['first_signal', 'CtrlCHeld', 'heeding_ctrl_c', 'call_all', 'signals_held', 'heed_parent']
 
 # %% ../../nbs/060_runtime.signals.ipynb #imports
-import os, signal, socket, threading
+import os, signal, threading
 from contextlib import contextmanager, ExitStack, suppress
-from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-from .device import device_kind
-
-# %% ../../nbs/060_runtime.signals.ipynb #notice
-_notices = {'preempted': 'TRUE', 'maintenance-event': 'TERMINATE_ON_HOST_MAINTENANCE'}
-
-class _Notice(threading.Thread):
-    "Sends this process a SIGTERM when the metadata server says of `key` that it is `value`"
-    def __init__(self, key, value):
-        super().__init__(daemon=True, name=f'notice {key}')
-        self.key,self.value,self.told,self.lock,self.done = key,value,False,threading.Lock(),threading.Event()
-        self.conn = HTTPConnection(os.environ.get('GCE_METADATA_HOST', 'metadata.google.internal'), timeout=90)
-
-    def _ask(self, etag):
-        "What `key` is, as soon as it is not what it was at `etag`, or after a minute; and its `etag` now"
-        self.conn.request('GET', f'/computeMetadata/v1/instance/{self.key}?wait_for_change=true&timeout_sec=60&last_etag={etag}',
-            headers={'Metadata-Flavor': 'Google'})
-        r = self.conn.getresponse()
-        said = r.read().decode(errors='replace').strip()
-        if r.status!=200 or r.getheader('Metadata-Flavor')!='Google': raise HTTPException
-        return said,r.getheader('ETag', '0')
-
-    def run(self):
-        etag = '0'
-        while not self.done.is_set():
-            try: said,etag = self._ask(etag)
-            except (OSError, HTTPException): said = self.conn.close()
-            if said==self.value: return self._tell()
-            self.done.wait(5 if said is None else .5)
-
-    def _tell(self):
-        with self.lock:
-            if self.done.is_set(): return
-            self.told = True
-            print(f"This machine is about to be stopped: its {self.key} is {self.value}", flush=True)
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    def end(self):
-        with self.lock: self.done.set()
-        with suppress(OSError, AttributeError): self.conn.sock.shutdown(socket.SHUT_RDWR)
-
-# %% ../../nbs/060_runtime.signals.ipynb #heed-preemption
-@contextmanager
-def _preemption_as_sigterm():
-    "A context with `_Notice`s, if this is a machine with a TPU"
-    notices = [_Notice(*o) for o in _notices.items()] if device_kind()=='TPU' or 'GCE_METADATA_HOST' in os.environ else []
-    for o in notices: o.start()
-    try: yield notices
-    finally:
-        for o in notices: o.end()
 
 # %% ../../nbs/060_runtime.signals.ipynb #first-signal
 @contextmanager
@@ -69,17 +19,15 @@ def first_signal(
     once:bool=False, # Raise at the second signal alone, and not at later ones?
 ):
     "A context that yields the list of the signals that came, Ctrl-C or SIGTERM; the first of them does nothing else"
-    seen,notices = [],[]
+    seen = []
     if threading.current_thread() is not threading.main_thread():
         yield seen
         return
     def _note(signum, frame):
-        if seen and signum==signal.SIGTERM and any(o.told for o in notices): return
         seen.append(signum)
         if len(seen)==2 or len(seen)>2 and not once: raise error
     old = {o: signal.signal(o, _note) for o in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        with _preemption_as_sigterm() as notices: yield seen
+    try: yield seen
     finally:
         for o,f in old.items(): signal.signal(o, f)
 

@@ -19,7 +19,7 @@ import torch
 from fastai.basics import DataLoader, ItemTransform, Pipeline
 from fastcore.all import L
 from torch import nn
-from .hosts import gathered, n_hosts
+from .ranks import gathered, n_hosts
 from .device import torch_xla, xr
 from .counts import will_read
 

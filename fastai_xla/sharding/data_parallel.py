@@ -12,9 +12,8 @@ import os
 from contextlib import contextmanager
 from fastai.basics import Learner
 from fastcore.all import delegates, patch
-from ..runtime.device import device_kind, n_processes, use_compile_cache
+from ..runtime.device import by_backend, device_kind, n_processes, use_compile_cache
 from ..runtime.args import check_bool, check_choice, check_int, check_path
-from ..runtime.backend import by_backend
 from ..virtual_cores.processes import TorchrunPlace
 from ..models.norms import lend_core_norms
 from ..launch.launcher import Watchdog

@@ -14,8 +14,7 @@ from fastai.basics import DataLoader, TfmdDL
 from fastcore.all import first, noop
 from torch.utils.data import BatchSampler
 from ..runtime.device import torch_xla
-from ..runtime.hosts import host_index, n_hosts
-from ..runtime.ranks import gather_objects
+from ..runtime.ranks import gather_objects, host_index, n_hosts
 from ..runtime.transfer import map_tensors, on_cpu, tensors_of
 from ..data.rng import kept_rng, OwnDraws, rng_state, set_rng_state
 from ..data.source import begin_epoch, copy_dl, is_stateful, order_of, order_state, set_order_state, start_iter

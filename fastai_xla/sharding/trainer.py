@@ -14,13 +14,11 @@ from fastai.basics import get_model, Learner
 from fastai.callback.training import GradientAccumulation
 from fastcore.all import delegates, patch
 from ..models import norms
-from ..runtime.device import program_kind, tell_cores, use_compile_cache, xla_device, xr
-from ..runtime.hosts import n_hosts, whole_on_each
-from ..runtime.ranks import from_main, gather_objects, is_main
+from ..runtime.device import by_backend, program_kind, tell_cores, use_compile_cache, xla_device, xr
+from ..runtime.ranks import from_main, gather_objects, is_main, n_hosts, whole_on_each
 from ..runtime.signals import call_all
 from ..runtime.transfer import map_tensors, on_cpu, on_xla, tensors_of
 from ..runtime.args import check_bool, check_path
-from ..runtime.backend import by_backend
 from ..patches.registry import Loans
 from ..data.rng import base_seed
 from ..models.blocks import BlockRunner

@@ -12,7 +12,7 @@ __all__ = ['TorchTPUMissing', 'require_torch_tpu', 'tpu_device', 'n_tpus', 'defe
 from contextlib import contextmanager
 from typing import NamedTuple
 import torch
-from ..runtime.backend import torch_tpu_problem
+from ..runtime.device import torch_tpu_problem
 
 # %% ../../nbs/982_torch_tpu.device.ipynb #require
 class TorchTPUMissing(ImportError):

@@ -14,7 +14,7 @@ import torch, torch.distributed as dist
 from fastai.basics import GatherPredsCallback
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from ..runtime.args import check_bool, check_choice, check_int
-from ..runtime.backend import on_torch_tpu
+from ..runtime.device import on_torch_tpu
 from ..runtime.ranks import broadcast, from_main, is_main, rank, world_size
 from ..runtime.transfer import on_tpu
 from ..data.rng import base_seed

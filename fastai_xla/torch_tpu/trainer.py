@@ -14,7 +14,7 @@ import torch
 from fastai.basics import TrainEvalCallback
 from fastcore.all import defaults
 from ..runtime.args import check_bool
-from ..runtime.backend import on_torch_tpu
+from ..runtime.device import on_torch_tpu
 from ..runtime.signals import call_all, CtrlCHeld
 from ..runtime.transfer import feed, unfeed
 from ..patches.registry import Loans

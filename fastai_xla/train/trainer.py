@@ -15,12 +15,11 @@ from functools import partial
 from pathlib import Path
 from fastai.basics import find_bs, Learner, noop, TrainEvalCallback
 from fastcore.all import defaults, patch
-from ..runtime.device import met, program_kind, tell_cores, torch_xla, use_compile_cache, xla_device
+from ..runtime.device import by_backend, met, program_kind, tell_cores, torch_xla, use_compile_cache, xla_device
 from ..runtime.ranks import world_size
 from ..runtime.signals import call_all, CtrlCHeld
 from ..runtime.transfer import feed, on_xla, resting, send, tensors_of, to_host, unfeed
 from ..runtime.counts import xla_counts
-from ..runtime.backend import by_backend
 from ..runtime.args import check_bool, check_path
 from ..runtime.users import is_users
 from ..patches.registry import Loans

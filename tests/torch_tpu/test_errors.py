@@ -10,7 +10,7 @@ from fastai.basics import default_device, TfmdDL
 from fastai.callback.hook import ActivationStats
 from parity_models import cnn
 from fastai_xla.all import *
-from fastai_xla.runtime.backend import backend
+from fastai_xla.runtime.device import backend
 from fastai_xla.runtime.device import xla_device
 from fastai_xla.train.meters import DeviceMetric
 from workloads import small, vectors_learner
