@@ -133,7 +133,7 @@ def test_wrong_values(case):
     assert runtime_started()==before
 
 # what takes only what the package itself hands it: arithmetic and seams between rooms, not options of users
-SEAMS = '''gather_bytes tpu_line Denominators is_sample_mean gather_rows is_users process_env open_store Ranks become_rank take_place address_towards reachable_address map_memory Received ValuePickler dump dump_named serve stacks_file
+SEAMS = '''gather_bytes tpu_line Denominators is_sample_mean gather_rows is_users process_env open_store Ranks become_rank take_place map_memory Received ValuePickler dump dump_named serve stacks_file
     pack_run TwoPhaseStop layout read_stacks ProgressReporter run_phase start_iter Prefetcher lengthen_lr_find lend_core_norms data_parallel_mesh scale_bs to_ranks attach_mesh check_process cores_text tell_cores shard_idxs rank_span RankShare RowShare deal n_dealt pad_batch
     pad_text Kernels kernels start_spmd loss_weight Shares ShardedDL drawn_for first_signal size_text
     kept_rng rng_state_after load_state replaces Patch grid_sample_xla tile_grid from_tiles suits_tiles sampled_by_tiles affine_by_tiles step_row step_program stand_in optional_library

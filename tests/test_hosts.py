@@ -4,7 +4,7 @@ A host here is an agent of torchrun with a working directory, temporary folders 
 import os, signal, sys, time
 from pathlib import Path
 import pytest, torch
-from fastai_xla.virtual_cores.processes import address_towards
+from fastai_xla.virtual_cores.processes import outer_address
 from torchrun import start_host
 from forks import address
 from fresh import free_port, repo
@@ -14,11 +14,6 @@ pytestmark = pytest.mark.slow
 
 tests = repo/'tests'
 per_host = 2
-
-def outer_address():
-    "The address of this machine that others would see, where it has one"
-    try: return address_towards('192.0.2.1') # of nobody; nothing is sent
-    except Exception: return '127.0.0.1'
 
 def until(f, told, seconds=120):
     "Return when `f()` is true; `told()` says what was seen instead"

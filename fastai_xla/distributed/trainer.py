@@ -19,7 +19,7 @@ from ..runtime.ranks import broadcast, from_main, gather_objects, is_main, rank,
 from ..runtime.transfer import on_xla, to_host
 from ..runtime.args import check_bool, check_choice
 from ..patches.augment import draw_by
-from ..patches.opt_steps import tell_steps
+from ..patches.grads import tell_steps
 from ..data.rng import base_seed, kept_rng, locked_draws, OwnDraws
 from ..models.norms import lend_global_norms, running_stats
 from ..train.move import learner_modules, opt_tensors

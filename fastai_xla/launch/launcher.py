@@ -411,8 +411,12 @@ class TPUPool:
         "Run a call from `pack`; returns what it returned on each rank. Arguments as for `run`"
         check_callable('on_message', on_message, none=True)
         if self._busy.locked(): raise RuntimeError('This pool is running a function: call run when that has returned')
+        run,objects,kept = packed # the variable `kept` holds shared memory until all ranks have mapped it
         with self._busy, first_signal(LaunchInterrupt, once=True) as signals:
-            try: res = self._run(signals, packed, on_message, asks, watch)
+            try:
+                self._ensure_started(signals)
+                stop = TwoPhaseStop(signals, run.run_id, self.n_cores, self._procs.broadcast, self.grace, asks)
+                res = self._call(run, watch.watch(stop, self._procs) if watch else stop, objects, on_message)
             except BaseException as e:
                 self.kill()
                 is_interrupt = isinstance(e, LaunchInterrupt) or isinstance(e.__cause__, (KeyboardInterrupt,SystemExit))
@@ -420,12 +424,6 @@ class TPUPool:
                 raise
         if signals: raise _interrupt_error(signals, res)
         return res
-
-    def _run(self, signals, packed, on_message, asks, watchdog):
-        run,objects,kept = packed # the variable `kept` holds shared memory until all ranks have mapped it
-        self._ensure_started(signals)
-        stop = TwoPhaseStop(signals, run.run_id, self.n_cores, self._procs.broadcast, self.grace, asks)
-        return self._call(run, watchdog.watch(stop, self._procs) if watchdog else stop, objects, on_message)
 
     def _next_id(self):
         self._run_id += 1

@@ -6,8 +6,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/virtual_cores.processes.html.md"""
 
 # %% auto #0
 __all__ = ['RankError', 'process_env', 'meeting_place', 'open_store', 'Ranks', 'collective_names', 'become_rank', 'take_place',
-           'TorchrunPlace', 'address_towards', 'reachable_address', 'join_torchrun', 'virtual_cores',
-           'use_virtual_cores']
+           'TorchrunPlace', 'outer_address', 'join_torchrun', 'virtual_cores', 'use_virtual_cores']
 
 # %% ../../nbs/495_virtual_cores.processes.ipynb #imports
 import atexit, hashlib, os, socket, sys, threading, time, traceback, uuid
@@ -16,7 +15,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial, reduce, wraps
-from ipaddress import ip_address
 from multiprocessing import parent_process
 import torch, torch.distributed as dist
 from ..runtime.device import device_kind, require_xla, runtime_started, torch_xla, xla_device, xm, xr
@@ -312,21 +310,12 @@ def _attempt(
         "each must call `use_virtual_cores` or `to_tpu_distributed`, and first of all")
 
 # %% ../../nbs/495_virtual_cores.processes.ipynb #address
-def address_towards(host, port=9):
-    "The address of this host on the way to `host`; nothing is sent"
-    for family,_,_,_,to in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
-        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as s: # it may have an address of a kind that this host has not
-            s.connect(to)
-            return s.getsockname()[0]
-    raise RankError(f'This host has no way to {host}, where torchrun says that ranks meet: is its name known here, and the network up?')
-
-def reachable_address(
-    rank:int, # Of this process
-    addresses:list # Of the hosts of all ranks, as each sees its own on the way to the first
-):
-    "The address at which all others reach this host: the first host sees itself at one that leads nowhere else"
-    outer = [o for o in addresses if not ip_address(o).is_loopback]
-    return address_towards(outer[0]) if outer and ip_address(addresses[rank]).is_loopback else addresses[rank]
+def outer_address():
+    "The address of this host that others see, where it has one; nothing is sent"
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        s.connect(('192.0.2.1', 9)) # of nobody
+        return s.getsockname()[0]
+    return '127.0.0.1'
 
 # %% ../../nbs/495_virtual_cores.processes.ipynb #join
 def _check_torchrun(at):
@@ -353,10 +342,7 @@ def join_torchrun():
     os.environ.update(process_env(at.local_n))
     from torch_xla._internal import pjrt
     store,*_ = next(dist.rendezvous('env://'))
-    store = _attempt(store, at.rank, at.n)
-    store.set(f'address/{at.rank}', address_towards(os.environ['MASTER_ADDR']))
-    addresses = [store.get(f'address/{r}').decode() for r in range(at.n)]
-    ranks = become_rank(at.rank, at.n, store, host=reachable_address(at.rank, addresses))
+    ranks = become_rank(at.rank, at.n, _attempt(store, at.rank, at.n), host=outer_address())
     ranks.loans.put(xr, 'host_index', lambda: at.host)
     pjrt.initialize_multiprocess(at.local_rank, at.local_n)
     for k in ('RANK','WORLD_SIZE'): del os.environ[k]
