@@ -35,7 +35,7 @@ from ..launch.launcher import check_one_host, check_parent, get_pool, Watchdog
 from .loss import BatchLoss
 from .trainer import GradientReducer, lengthen_lr_find, ReplicasAlike, TPUDistributedTrainer
 from .state import learner_loaders, LearnerState, place_held, set_state, state_after, state_before, without_cbs
-from .progress import LogMessage, ProgressPlayer, ProgressReporter, StopOnRequest
+from .progress import ProgressPlayer, ProgressReporter, StopOnRequest
 
 # %% ../../nbs/680_distributed.learner.ipynb #apart
 def _own_folder(learn):
@@ -127,7 +127,7 @@ def run_phase(
     attach_replica(learn, **options)
     place_held(learn, xla_device())
     reporter = learn.add_cb(ProgressReporter(every) if is_main() else StopOnRequest())
-    if is_main(): learn.logger = lambda values: post(LogMessage(list(values)))
+    if is_main(): learn.logger = lambda values: post(('log', list(values)))
     if phase=='fit': learn._with_events(learn._do_fit, 'fit', CancelFitException)
     else: _validate_on_rank(learn)
     torch_xla.sync()

@@ -32,7 +32,7 @@ from ..data.rng import kept_rng
 from ..data.loader import seconds_waited, step_size
 from ..train.stand_ins import bar_says, bar_waits
 from ..launch.worker import post
-from ..distributed.progress import BarMessage, ProgressReporter, WaitMessage
+from ..distributed.progress import ProgressReporter
 from ..sharding.trainer import MeshTrainer
 
 # %% ../../nbs/865_monitor.throughput.ipynb #clock
@@ -160,7 +160,6 @@ class FitMessage:
     line:str|None=None
     rows:list|None=None
 
-    def play(self, player): self._show(player.learn)
 
     def _show(self, learn):
         if self.rows is not None: _epochs[learn] = self.rows
@@ -174,7 +173,7 @@ class FitMessage:
     ):
         "Note the rows for `learn` where the notebook is, and show the line once, unless it is quiet"
         if not is_main(): return
-        if learn._grab_cbs(ProgressReporter): post(self)
+        if learn._grab_cbs(ProgressReporter): post(('show', self))
         else: self._show(learn)
 
 @patch(as_prop=True)
@@ -249,7 +248,7 @@ class TPUMeter(Callback):
     def _tell_compiling(self):
         "Have the bar count the seconds of a batch that may compile"
         on_rank = self.learn._grab_cbs(ProgressReporter)
-        if is_main(): self.wait = _Wait(lambda text: post(WaitMessage(text)) if on_rank else bar_waits(self.learn, text))
+        if is_main(): self.wait = _Wait(lambda text: post(('wait', text)) if on_rank else bar_waits(self.learn, text))
 
     def _count_flops(self):
         try: self.flops,self.flops_error = batch_flops(self.learn)/find_bs(self.xb),None
@@ -296,7 +295,7 @@ class TPUMeter(Callback):
         if now-self.text_time>self.text_every:
             r = self.rates()
             self.text,self.text_time = _throughput(r)+(f', waits {r.input_wait:.0%} for input' if r.input_wait>=.05 else ''),now
-            if self.learn._grab_cbs(ProgressReporter): post(BarMessage(self.text))
+            if self.learn._grab_cbs(ProgressReporter): post(('bar', self.text))
         bar_says(self.learn, self.text)
 
     def after_train(self):
