@@ -4,7 +4,7 @@ import os, signal, subprocess, threading, time
 import numpy as np, psutil, pytest, torch
 
 from fastai_xla.launch import *
-from fastai_xla.launch.launcher import start_process
+from fastai_xla.launch import launcher
 from fastai_xla.runtime import xla_counts
 from fastai_xla.runtime import rank, world_size
 from fastai_xla.runtime.signals import first_signal
@@ -320,7 +320,10 @@ class Processes(TPUPool):
         super().__init__(n)
         self._env = {**self._env, 'PYTHONPATH': str(path), **env}
         (path/'sitecustomize.py').write_text('import os, torch_xla.runtime as xr\nxr.global_ordinal = lambda: int(os.environ["TEST_RANK"])')
-    def _start_process(self, i, n, env): return start_process(i, n, dict(env, TEST_RANK=str(n-1-i)))
+    def _ensure_started(self, signals):
+        with pytest.MonkeyPatch.context() as m:
+            m.setattr(launcher, 'start_process', lambda i, n, env, start=launcher.start_process: start(i, n, dict(env, TEST_RANK=str(n-1-i))))
+            super()._ensure_started(signals)
 
 @pytest.fixture(scope='module')
 def procs(tmp_path_factory):

@@ -329,7 +329,7 @@ def _fork_tracer(job, run, folder, phase):
         refuse_writes(folder.parent)
         ProgramLog(folder).start()
         torch_xla._XLAC._set_ir_debug(True)
-        with Received(is_main=True), _scopes: _trace(job, run, folder, phase)
+        with Received(), _scopes: _trace(job, run, folder, phase)
         raise RuntimeError("no program was written: the DataLoader gave no batch, or a callback has cancelled each")
     except BaseException as e:
         where = folder/'module.txt'

@@ -140,10 +140,8 @@ def _process_died_error(
 # %% ../../nbs/570_launch.launcher.ipynb #processes
 class Processes:
     "The processes of a pool, and the connections to them"
-    def __init__(self,
-        start, # `start_process`, or a function like it
-    ):
-        self._start_process,self.procs,self.conns = start,[],[]
+    def __init__(self):
+        self.procs,self.conns = [],[]
         self.ranks = {} # rank by number of the process, once all have started
         self.folder = tempfile.mkdtemp(prefix='fastai_xla_pool_')
         self._finalizer = weakref.finalize(self, _end_processes, self.procs, self.conns, self.folder, os.getpid())
@@ -151,7 +149,7 @@ class Processes:
     def start(self, n, env):
         "Start `n` processes; each says `Hello` when its rank is there"
         for i in range(n):
-            p,c = self._start_process(i, n, {**env, 'FASTAI_XLA_POOL_FOLDER': self.folder})
+            p,c = start_process(i, n, {**env, 'FASTAI_XLA_POOL_FOLDER': self.folder})
             self.procs.append(p)
             self.conns.append(c)
 
@@ -227,10 +225,10 @@ class TwoPhaseStop:
         self.broadcast(StopAt(max(self.counts)+1))
 
 # %% ../../nbs/570_launch.launcher.ipynb #usage
-def _usage(pid):
-    "State of process `pid` and the seconds for which it has computed, as Linux knows them; elsewhere it always computes"
+def _seconds_computed(pid):
+    "For how long process `pid` has computed, as Linux knows it; elsewhere it always computes"
     stat = proc_stat(pid)
-    return ('?', time.monotonic()) if stat is None else (stat[0], (int(stat[11])+int(stat[12]))/os.sysconf('SC_CLK_TCK'))
+    return time.monotonic() if stat is None else (int(stat[11])+int(stat[12]))/os.sysconf('SC_CLK_TCK')
 
 # %% ../../nbs/570_launch.launcher.ipynb #stacks
 def read_stacks(
@@ -268,7 +266,7 @@ class Watchdog:
         self.cpu = self._computed()
         return self
 
-    def _computed(self): return {p.pid: _usage(p.pid)[1] for p in self.procs.procs}
+    def _computed(self): return {p.pid: _seconds_computed(p.pid) for p in self.procs.procs}
 
     def note_message(self, msg):
         "Any message shows that something moves"
@@ -284,19 +282,16 @@ class Watchdog:
         cpu = self._computed()
         if any(v-self.cpu[k]>.1*(now-self.looked) for k,v in cpu.items()): self.moved = now # a tenth of a core is more than waiting takes
         self.looked,self.cpu = now,cpu
-        if now-self.moved>=self.seconds: raise LaunchError(*self._report())
+        if now-self.moved>=self.seconds: raise LaunchError(None, self._report())
 
     def _report(self):
-        "The rank that is stopped, if it is one alone, and what is known of all that have not returned"
-        stopped,res = [],[f'Nothing has moved on the cores for {self.minutes:g} minutes (`watchdog={self.minutes:g}`).']
+        "What all ranks do that have not returned"
+        res = [f'Nothing has moved on the cores for {self.minutes:g} minutes (`watchdog={self.minutes:g}`).']
         for i,p in enumerate(self.procs.procs):
             if (r := self.procs.ranks[i]) in self.done: continue
-            if _usage(p.pid)[0]=='T':
-                stopped.append(r)
-                res.append(f'The process {p.pid} of rank {r} is stopped, as SIGSTOP does it.')
-            else: res.append(f"Rank {r}:\n{read_stacks(p.pid, stacks_file(self.procs.folder, i)) or 'It does not answer.'}")
+            res.append(f"Rank {r}:\n{read_stacks(p.pid, stacks_file(self.procs.folder, i)) or 'It does not answer.'}")
         res.append('A training with `resume_from` resumes at its newest checkpoint. If it was slow and did not hang, give `watchdog` more minutes, or None.')
-        return stopped[0] if len(stopped)==1 else None, '\n\n'.join(res)
+        return '\n\n'.join(res)
 
 # %% ../../nbs/570_launch.launcher.ipynb #call
 class Call:
@@ -368,7 +363,7 @@ _setups = {} # functions of `pool_setup`, by name
 
 class TPUPool:
     "Ranks, one per core, that stay alive between calls; each is a process"
-    grace,_start_process = 60.,staticmethod(start_process)
+    grace = 60. # seconds in which ranks must answer Ctrl-C
     def __init__(self,
         n_cores:int|None=None # Number of cores, None for all
     ):
@@ -440,7 +435,7 @@ class TPUPool:
         self._close_other_pool()
         start,shown = time.monotonic(),IN_NOTEBOOK or sys.stdout.isatty() # a script's output stays its own
         if shown: print(f"Starting {self.n_cores} process{'es'*(self.n_cores>1)}", end='', flush=True)
-        self._procs = Processes(self._start_process)
+        self._procs = Processes()
         place = meeting_place() if self.n_cores>1 and device_kind()=='CPU' else {} # by which they find each other
         self._procs.start(self.n_cores, {**self._env, **place})
         self._procs.ranks = {o.process: o.rank for o in Call(self._procs, TwoPhaseStop(signals)).collect(Hello, self.n_cores)}

@@ -52,9 +52,9 @@ def unpicklable_error(
     return TypeError(f"{name} cannot be sent to or from a rank: {type(e).__name__}: {e}. "
         "Leave it out, or create it there: inside the function, or in a callback's `before_fit`")
 
-def dump_named(share=False, **named):
+def dump_named(**named):
     "The values of `named` as `dump` packs them, a tuple; the error for what cannot be sent says which it is"
-    try: return dump(tuple(named.values()), share)
+    try: return dump(tuple(named.values()))
     except Exception as e: raise unpicklable_error(e, **named) from None
 
 # %% ../../nbs/550_launch.messages.ipynb #errors

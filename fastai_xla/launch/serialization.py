@@ -68,10 +68,7 @@ _copies = _Copies()
 class Received:
     "What this process, a rank, has been sent for the run that it is in"
     now = None
-    def __init__(self,
-        is_main:bool # Is this the main rank?
-    ):
-        self.is_main,self.classes = is_main,set()
+    def __init__(self): self.classes = set()
 
     def __enter__(self):
         Received.now = self

@@ -100,7 +100,7 @@ class Worker:
     # a run
     def run(self, run):
         "Call the function of a `Run`, and send what it returned or raised"
-        with Received(self.rank==0) as received, Loans() as loans:
+        with Received() as received, Loans() as loans:
             try: self.send(Result(self.rank, self._call_function(run, received, loans)))
             except BaseException as e: self.send(Failed.of(self.rank, e, self.watched and self.watched.changes()))
             finally: self.watched,self.owners = None,()
@@ -111,7 +111,7 @@ class Worker:
         apply_caller_setup(run)
         (fn,args,shared),objects = unpack_call(run.call, received, loans)
         self.owners = received.owners(objects)
-        if received.is_main: self.watched = WatchedObjects(objects, self.owners, shared)
+        if self.rank==0: self.watched = WatchedObjects(objects, self.owners, shared)
         del objects # so that `fn` can free what it was sent
         with Ranks.now or nullcontext():
             res = fn(self.rank, *args)
