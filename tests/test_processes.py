@@ -152,6 +152,7 @@ def test_workers_share_the_processors(shape):
 # ---- what goes wrong
 
 def fails(pool, f, text, kind=LaunchError, rank=None):
+    each(pool, lambda r, put: 0) # starts them
     start = time.time()
     with pytest.raises(kind, match=text) as e: each(pool, f)
     assert time.time()-start<10 and (rank is None or e.value.rank==rank)
