@@ -10,7 +10,7 @@ __all__ = ['StopVote', 'Worker', 'this_worker', 'post', 'variable_owners', 'send
 
 # %% ../../nbs/560_launch.worker.ipynb #imports
 import atexit, faulthandler, gc, importlib, linecache, multiprocessing, os, pickle, queue, signal, sys, threading, time
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from pathlib import Path
 from fastai.basics import defaults
 import torch

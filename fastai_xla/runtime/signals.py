@@ -9,7 +9,7 @@ __all__ = ['first_signal', 'CtrlCHeld', 'heeding_ctrl_c', 'call_all', 'signals_h
 
 # %% ../../nbs/060_runtime.signals.ipynb #imports
 import os, signal, threading
-from contextlib import contextmanager, ExitStack, suppress
+from contextlib import contextmanager, ExitStack
 from pathlib import Path
 
 # %% ../../nbs/060_runtime.signals.ipynb #first-signal
