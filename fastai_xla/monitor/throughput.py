@@ -160,7 +160,6 @@ class FitMessage:
     line:str|None=None
     rows:list|None=None
 
-
     def _show(self, learn):
         if self.rows is not None: _epochs[learn] = self.rows
         if self.line is None or learn.logger is noop: return

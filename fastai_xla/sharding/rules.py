@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import nn
 from ..runtime.device import n_cores, torch_xla
-from ..runtime.hosts import host_devices, host_index
+from ..runtime.ranks import host_devices, host_index
 from ..runtime.table import size_text, RowTable
 from ..runtime.args import check_int, check_type
 
