@@ -59,8 +59,7 @@ CASES = [ # what is called, and of its arguments the wrong values
     (xla_friendly, dict(model=WRONG, img_size=count_or_none), dict(model=timm.create_model('test_vit'))),
     (vit, dict(embed_dim=count, num_heads=count, depth=count, patch_size=count)),
     (move_learner, dict(learn=WRONG, device=but('a')), dict(learn=learn(), device='cpu')),
-    (EMACallback, dict(decay=but(0), min_decay=but(0), update_after_step=at_least_0, use_warmup=bit, warmup_gamma=but(1.5), warmup_power=but(1.5),
-        exclude_buffers=bit, every=count, validate=bit)),
+    (EMACallback, dict(decay=but(0), update_after_step=at_least_0, use_warmup=bit, every=count, validate=bit)),
     (GradientClipValue, dict(max_value=but(1.5))), (AdaptiveGradientClip, dict(clip_factor=but(1.5), eps=but(1.5), norm_type=but(1.5), exclude_head=bit)),
     (LayerDecay, dict(decay=WRONG, min_scale=but(0), by_wd=bit)), (timm_layers, dict(model=WRONG)),
     (scaled_lr, dict(lr=but(1.5), bs=count, base_bs=count, rule=WRONG), dict(lr=.1, bs=1)),
@@ -142,12 +141,12 @@ SEAMS = '''gather_bytes tpu_line Denominators is_sample_mean gather_rows is_user
     TPUShardedTrainer device_version Shards TFRecordShards StreamDL XLADL standardize
     dist_version inside_boxes ShardReader uncount_steps make_programs_for lend_builtin arranged_update program_calls
     function_of register OwnDraws graph_error wrong_device_error launch_error shapes_of
-    groups_by_size note_made check_differences settings_of ema_weight
+    settings_of
     hlo_number hlo_message compile_options ProgramReport ProgramLog tpu_advice trace_phase TPUReport module_of unpack_call state_bytes LastOfStep StepRecorder step_times Throughput
     time_fit device_span host_span HostShare
     assemble MeshTrainer bar_says notice_nan
     step_metrics 
-    CheckpointDir StackedList safe_loads copy_model write_model ShardFiles shards_of plan_resume Position write_shards model_and_opt Kernels to_tpu to_tpu_distributed TorchTPURankTrainer GradientAverager'''.split()
+    CheckpointDir StackedList safe_loads ModelCopy ShardFiles shards_of plan_resume Position write_shards Kernels to_tpu to_tpu_distributed TorchTPURankTrainer GradientAverager'''.split()
 
 def options(f):
     "The parameters of `f` that say they are numbers, words or switches"

@@ -21,11 +21,6 @@ def test_as_timm(case):
     want = timms(**cases[case])
     for to in (to_tpu, noop): near(want, ours(to, **cases[case]))
 
-def test_buffers_as_they_are():
-    cb = TimmEMA(exclude_buffers=True, **warm)
-    fit(learner(), cbs=cb)
-    for to in (to_tpu, noop): near(weights(cb.ema.module), ours(to, ema=dict(warm, exclude_buffers=True))[0])
-
 def test_no_read_no_program_and_steps_are_run_again():
     def trained(cbs, **kwargs):
         stats,learn,before = XLAStats(),learner(n=160).to_tpu(fetch_every=1e9, **kwargs),xla_counts().reads

@@ -381,7 +381,8 @@ def two_hosts_write_a_checkpoint_by_parts():
     "each the pieces that torch_xla says are on its devices and nobody's copy; together they are read as one"
     import numpy as np
     from fastai_xla.checkpoint.storage import CheckpointDir
-    from fastai_xla.checkpoint.train_state import copy_model, model_and_opt, write_model
+    from copy import copy
+    from fastai_xla.checkpoint.model import ModelCopy
     l = lib()
     for kwargs in (dict(replica=2, fsdp=4), dict(fsdp=2, model=4, rules=[('0.0.weight', (('model','fsdp'),None))]), dict(fsdp=8)):
         with pretend_hosts(blocks_of_two): learn = tiny(l).to_tpu_sharded(**kwargs)
@@ -391,17 +392,19 @@ def two_hosts_write_a_checkpoint_by_parts():
             own = {tuple((i.start, i.stop) for i in idx) for d,(copy,idx) in enumerate(places) if d in ds and copy==0}
             assert own=={*host_pieces(w.shape, spec, mesh, h, 2)}, (kwargs, h)
     quiet(l, learn, learn.fit, 1, 1e-2)
-    copy,whole = copy_model(model_and_opt(learn)),{}
-    for p in (p for g in copy.groups for p in g): whole[p.name] = tuple(max(o) for o in zip(whole.get(p.name, p.data.shape), (a+n for a,n in zip(p.offsets, p.data.shape))))
+    model,whole = ModelCopy(learn),{}
+    for p in (p for g in model.groups for p in g): whole[p.name] = tuple(max(o) for o in zip(whole.get(p.name, p.data.shape), (a+n for a,n in zip(p.offsets, p.data.shape))))
     def of_host(h):
         "The pieces that are this host's: of what is spread those on its devices, and the first host has the rest"
         def is_own(p):
             if tuple(p.data.shape)==whole[p.name]: return h==0
             return tuple((a, a+n) for a,n in zip(p.offsets, p.data.shape)) in host_pieces(whole[p.name], spec, mesh, h, 2)
-        return copy._replace(groups=[[p for p in g if is_own(p)] for g in copy.groups])
+        res = copy(model)
+        res.groups,res.host = [[p for p in g if is_own(p)] for g in model.groups],h
+        return res
     place = CheckpointDir('parts')
-    with place.replacing('m', token='word', part=1, parts=2) as folder: write_model(of_host(1), folder, 1)
-    with place.replacing('m', token='word', parts=2) as folder: write_model(of_host(0), folder)
+    with place.replacing('m', token='word', part=1, parts=2) as folder: of_host(1).write(folder)
+    with place.replacing('m', token='word', parts=2) as folder: of_host(0).write(folder)
     files = sorted(o.name for o in Path('parts/m').glob('*.safetensors'))
     assert any(o.startswith('host001-') for o in files) and any(o.startswith('shard-') for o in files)
     for to in (lambda o: o.to_tpu_sharded(fsdp=8), lambda o: o):

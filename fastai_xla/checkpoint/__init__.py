@@ -1,8 +1,7 @@
 "Checkpoints from which training resumes."
-from . import export
 from .storage import DamagedCheckpoint
 from .safe import register_type
-from .train_state import load_state
+from .model import load_state
 from .manager import CheckpointError, KeepPolicy
 from .callback import TPUCheckpoint, resume_from
 

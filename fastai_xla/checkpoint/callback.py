@@ -14,7 +14,6 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
-from fastai.basics import CancelFitException, get_model
 from fastai.callback.tracker import EarlyStoppingCallback
 from fastcore.all import noop
 from ..runtime.args import check_bool, check_choice, check_int, check_number, check_path
@@ -31,10 +30,9 @@ from ..distributed.learner import TPUPoolTrainer
 from ..sharding.data_parallel import TPUDataParallelTrainer
 from ..sharding.trainer import TPUShardedTrainer
 from .storage import check_shared, DamagedCheckpoint, open_checkpoint
-from .shards import check_finite
-from .settings import check_differences, differences, hypers_of, settings_of
-from .train_state import capture_state, copy_model, load_state, loader_state, model_and_opt, note_all_made, read_state, restore_state, set_loader_state
-from .train_state import write_model
+from .model import load_state, ModelCopy
+from .train_state import capture_state, check_differences, differences, hypers_of, loader_state, note_all_made, read_state, restore_state, set_loader_state
+from .train_state import settings_of
 from .manager import Checkpoint, CheckpointManager, KeepPolicy, Position
 
 # %% ../../nbs/790_checkpoint.callback.ipynb #plan
@@ -68,7 +66,7 @@ def plan_resume(
     if pos.fit==fits and pos.epoch>=now['epochs']:
         raise ValueError(f"{saved.path} is in epoch {pos.epoch} of this fit, which has {now['epochs']}: {remedy}")
     # of a later fit the settings may differ, but for what the saved state depends on
-    diffs = [o for o in differences(was, now) if pos.fit==fits or o.root in ('optimizer','groups','replicas')]
+    diffs = {k: o for k,o in differences(was, now).items() if pos.fit==fits or k.partition('.')[0] in ('optimizer','groups','replicas')}
     return plan._replace(position=pos, line=check_differences(diffs, saved.path))
 
 # %% ../../nbs/790_checkpoint.callback.ipynb #small
@@ -340,12 +338,11 @@ class TPUCheckpoint(XLACallback):
         self._restart_clock()
         with _kept_device_rng():
             states,tokens = zip(*gather_objects((self._capture_state(), uuid.uuid4().hex[:8])))
-            copy = copy_model(model_and_opt(self.learn), at_once=manager.asynchronous or world_size()>1)
-            params = {f'model.{k}' for k,_ in get_model(self.learn.model).named_parameters()}
+            copy = ModelCopy(self.learn, at_once=manager.asynchronous or world_size()>1)
         if not (is_main() or host_index()): return # one process of each host writes: it has shards that the main rank has not
         settings = json.dumps(dict(settings=self.settings, done=run.done))
         def write(folder):
-            write_model(copy._replace(groups=check_finite(copy.groups, params)), folder, host_index())
+            copy.write(folder, finite=True)
             if host_index(): return
             (folder/'settings.json').write_text(settings)
             (folder/'train_state').mkdir()

@@ -18,8 +18,7 @@ from filelock import FileLock, Timeout
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from ..runtime.device import xr
-from ..runtime.ranks import n_hosts
-from ..runtime.ranks import barrier, from_main, gather_objects, is_main, world_size
+from ..runtime.ranks import barrier, from_main, gather_objects, is_main, n_hosts, world_size
 
 # %% ../../nbs/730_checkpoint.storage.ipynb #checksum
 manifest_name = 'manifest.json'
