@@ -42,6 +42,11 @@ def report(name, form, a, **options):
     bs = {'awd_lstm': 16, 'unet': 8}.get(name, a.bs)
     return learner(name, bs, a.size).compile_for('v5e-8', form, fast=a.fast, limit=a.limit, **options)
 
+def vector_copies(r):
+    "Number, and thousand cycles, of copies of vectors: what BatchNorm's all-reduces take and give is copied"
+    found = [w.cycles for w in r.works if w.kind=='copy' and sum(n!='1' for n in w.shape.split('[')[-1].rstrip(']').split(','))<2]
+    return f'{len(found)}, {sum(found)/1e3:.0f}'
+
 def kinds(r, *names): return ' '.join(f'{sum(w.cycles for w in r.works if n in w.kind)/1e3:.0f}' for n in names)
 
 def row(name, a):
@@ -56,7 +61,7 @@ def row(name, a):
         one,all_ = rs['ranks'].programs[phase],rs['distributed'].programs[phase]
         ratio = all_.cycles/one.cycles
         print(f"| {name} | {phase} | {one.cycles/1e6:.2f} | {all_.cycles/1e6:.2f} | {ratio:.2f} | {sum(one.collectives.values())} | {sum(all_.collectives.values())} "
-            f"| {kinds(one, 'copy', 'convert', 'reverse')} | {kinds(all_, 'copy', 'convert', 'reverse')} |", flush=True)
+            f"| {kinds(one, 'copy', 'convert', 'reverse')} | {kinds(all_, 'copy', 'convert', 'reverse')} | {vector_copies(one)} | {vector_copies(all_)} |", flush=True)
 
 if __name__=='__main__':
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -66,6 +71,6 @@ if __name__=='__main__':
     p.add_argument('--fast', action='store_true', help='compile with less effort')
     p.add_argument('--limit', type=float, default=3600)
     a = p.parse_args()
-    print('| model | step | a rank, million cycles | one process | ratio | collectives of a rank | of one process | copies, converts, reverse of a rank (thousand cycles) | of one process |')
-    print('| --- | --- | --- | --- | --- | --- | --- | --- | --- |', flush=True)
+    print('| model | step | a rank, million cycles | one process | ratio | collectives of a rank | of one process | copies, converts, reverse of a rank (thousand cycles) | of one process | copies of vectors of a rank (number, thousand cycles) | of one process |')
+    print('| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |', flush=True)
     for o in a.models or models: row(o, a)

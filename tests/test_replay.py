@@ -574,7 +574,7 @@ class Checked(nn.Module):
         return self.head(x)
 
 @pytest.mark.parametrize('cbs', [lambda: [], lambda: [GradientAccumulation(16)]], ids=['alone','accumulates'])
-@pytest.mark.parametrize('ckpt', [newer, older, of_torch_xla], ids=lambda f: f.__name__)
+@pytest.mark.parametrize('ckpt', [newer, *[pytest.param(o, marks=pytest.mark.slow) for o in (older, of_torch_xla)]], ids=lambda f: f.__name__)
 def test_parts_that_are_computed_again(ckpt, cbs): check(lambda: learner(partial(Checked, ckpt), cbs=cbs()), 10)
 
 def test_falls_back_within_a_checkpoint():

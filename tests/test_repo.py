@@ -316,6 +316,7 @@ def test_find_python(tmp_path):
     assert res.returncode==1 and not res.stdout
     for o in ('broken(does not run)', 'old(3.8.1)', 'python3-venv', 'make PYTHON='): assert o in res.stderr
 
+@pytest.mark.slow
 def test_install_mends_an_interrupted_environment(tmp_path):
     venv = tmp_path/'venv'
     def install(*args): return run(root/'tools/install.sh', venv, sys.executable, *args)
@@ -345,6 +346,7 @@ def test_runner_takes_a_level(tmp_path):
     files = dict(both='import pytest\n@pytest.mark.slow\ndef test_1(): pass\ndef test_2(): pass', quick='def test_3(): pass')
     for level,n in dict(test=2, slow=1, all=3).items(): assert f'{n} passed, 0 failed' in run_tests(tmp_path, f'--level={level}', **files).stdout.splitlines()[-1]
 
+@pytest.mark.slow
 def test_runner_sees_processes_that_die_hang_or_collect_nothing(tmp_path):
     files = dict(died='import os\ndef test_1(): os.abort()', hung='import time\ndef test_2(): time.sleep(99)', empty='')
     res = run_tests(tmp_path, '--timeout=10', **files)

@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize, prune
 for o in [o for o in globals() if o.startswith('test')]: del globals()[o] # fastai's, which pytest would collect
 
 N = 4
-form = sys.argv[1] if __name__=='__main__' else None
+form = sys.argv[1].removesuffix(',slow') if __name__=='__main__' else None
 
 def case(*forms):
     "A function without arguments that a process of each of `forms` calls"
@@ -337,7 +337,7 @@ def megabytes():
     gc.collect()
     return sum(o.memory_full_info().pss for o in (psutil.Process(), *psutil.Process().children(recursive=True)))/1e6
 
-@case('ranks')
+@case('ranks,slow')
 def memory_stays():
     "over fits, new Learners, `lr_find`, `get_preds` and failed fits, with an array of 100 MB among the globals, which goes to the ranks once"
     global big
@@ -378,7 +378,7 @@ class Doubles(torch.utils.data.Dataset):
     def __len__(self): return 64
     def __getitem__(self, i): return torch.full((4,), i/64),torch.tensor(i%2)
 
-@case('ranks')
+@case('ranks,slow')
 def spawned_workers():
     "of a dataset class of the notebook"
     dls = DataLoaders(*[torch.utils.data.DataLoader(Doubles(), batch_size=4, num_workers=1, multiprocessing_context='spawn') for _ in range(2)])
@@ -390,5 +390,5 @@ if __name__=='__main__': groups.main(*sys.argv[1:])
 else:
     import pytest
 
-    @pytest.mark.parametrize('group,name', groups.names)
+    @pytest.mark.parametrize('group,name', [pytest.param(*o, marks=pytest.mark.slow) if 'slow' in o[0] else o for o in groups.names])
     def test_round_trip(group, name): groups.check(group, name)
