@@ -28,13 +28,6 @@ def _count(text):
     if text.isdecimal() and int(text): return int(text)
     raise argparse.ArgumentTypeError(f'it must be a whole number, at least 1. Got {text!r}')
 
-def _share(text):
-    "The number above 0, and at most 1, that `text` is"
-    try: n = float(text)
-    except ValueError: n = 0
-    if 0<n<=1: return n
-    raise argparse.ArgumentTypeError(f'it must be above 0 and at most 1. Got {text!r}')
-
 def _need_xla():
     "End with the line that installs torch_xla, unless it can be used"
     from fastai_xla.runtime.device import require_xla, XLANotInstalled
@@ -159,7 +152,7 @@ def _mesh(spec):
     img_size=dict(type=_count, help="pixels, each way (default: the model's)"), num_classes=dict(type=_count, default=1000, help='(default: 1000)'),
     opt=dict(default='adam', choices=('adam','sgd','none'), help="for the optimizer's state"),
     grad_ckpt=_flag('as of `to_tpu_sharded`'), scan=_flag('as of `to_tpu_sharded`'), bf16=_flag('as by `to_bf16`'), ema=_flag('with averages by `EMACallback`'),
-    mfu=dict(type=_share, default=.4, help='model FLOPs utilization: share of the peak speed (default: 0.4)'))
+    mfu=dict(type=float, default=.4, help='model FLOPs utilization: share of the peak speed (default: 0.4)'))
 def _plan(a):
     from fastai_xla.aot.plan import plan_training, smallest_slices
     try:

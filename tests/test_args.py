@@ -135,7 +135,7 @@ def test_wrong_values(case):
 SEAMS = '''gather_bytes tpu_line Denominators is_sample_mean gather_rows is_users process_env open_store Ranks become_rank take_place map_memory Received ValuePickler dump dump_named serve stacks_file
     pack_run TwoPhaseStop layout read_stacks ProgressReporter run_phase start_iter Prefetcher lengthen_lr_find lend_core_norms data_parallel_mesh scale_bs to_ranks attach_mesh check_process cores_text tell_cores shard_idxs rank_span RankShare RowShare deal n_dealt pad_batch
     pad_text Kernels kernels start_spmd loss_weight Shares ShardedDL drawn_for first_signal size_text
-    kept_rng rng_state_after load_state replaces Patch grid_sample_xla tile_grid from_tiles suits_tiles sampled_by_tiles affine_by_tiles step_row step_program stand_in optional_library
+    kept_rng load_state replaces Patch grid_sample_xla tile_grid from_tiles suits_tiles sampled_by_tiles affine_by_tiles step_row step_program stand_in optional_library
     bucket_len MixtureDL MeshTrainer DeviceMetric check_number check_int check_bool check_choice check_type check_callable check_path wrong_arg
     TPUPoolTrainer attach_replica 
     TPUShardedTrainer device_version Shards TFRecordShards StreamDL XLADL standardize
