@@ -7,7 +7,7 @@
     python benchmarks/device.py --sampling                            # what sampling alone takes, by look-ups and by products
 Needs `pip install 'fastai_xla[compile]'`, and for the JAX column a Python with jax, which is asked for the program alone; without it the column is empty.
 Estimates of a compiler for a described chip: nothing runs on a TPU. Gathers have no estimate: their rows are counted at 5.3 cycles each, as libtpu's assembly has them.
-The loop that makes tiles again which look further (`patches.tiles`) is counted with one turn, and beside it with as many as `aug_transforms()`'s draws take on average.
+The loop that makes tiles again which look further (`patches.sampling`) is counted with one turn, and beside it with as many as `aug_transforms()`'s draws take on average.
 """
 import argparse, math, os, re, signal, subprocess, sys, tempfile, warnings
 from pathlib import Path
@@ -148,8 +148,7 @@ def sampled(size, kind, cache, bs=16):
     from fastai_xla.aot.libtpu import ProgramCache
     from fastai_xla.aot.report import ProgramReport
     from fastai_xla.aot.plan import tpu_slice
-    from fastai_xla.patches.ops import grid_sample_xla
-    from fastai_xla.patches.tiles import sampled_by_tiles, tile_grid
+    from fastai_xla.patches.sampling import grid_sample_xla, sampled_by_tiles, tile_grid
     from fastai_xla.runtime.device import make_programs_for, torch_xla, xla_device
     x,grid,mat = [torch.rand(bs, *o).to(xla_device()) for o in ((3,size,size), (size,size,2), (2,3))]
     make_programs_for(None if kind=='look-ups' else 'TPU')
@@ -178,8 +177,7 @@ def far_tiles(size, n=8000, bs=16):
     import torch
     from fastai.vision.augment import AffineCoordTfm, aug_transforms, compose_tfms, setup_aug_tfms
     from fastai.vision.core import TensorImage
-    from fastai_xla.patches.tiles import tile_grid
-    from fastai_xla.patches.ops import source_pixel
+    from fastai_xla.patches.sampling import source_pixel, tile_grid
     torch.manual_seed(0)
     tfm,found,last = next(o for o in setup_aug_tfms(aug_transforms()) if isinstance(o, AffineCoordTfm)),0,size-49
     for _ in range(n//bs):

@@ -18,8 +18,8 @@ from fastai.vision.core import TensorImage, TensorMask, TensorPoint
 from torch.utils.weak import WeakIdKeyDictionary
 from ..runtime.transfer import on_accelerator, send
 from .registry import Loans, replaces
-from .ops import areas, by_areas, grid_sample_xla, pixel_line, raw, source_pixel, weighted
-from .tiles import affine_by_tiles
+from .ops import areas, by_areas, raw, weighted
+from .sampling import affine_by_tiles, grid_sample_xla, pixel_line, source_pixel
 
 # %% ../../nbs/150_patches.augment.ipynb #dispatch
 @replaces(plum.Function, '_resolve_method_with_cache', 'plum-dispatch 2.9 with Python 3.11',
