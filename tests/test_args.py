@@ -139,7 +139,7 @@ SEAMS = '''gather_bytes tpu_line Denominators is_sample_mean gather_rows is_user
     bucket_len MixtureDL MeshTrainer DeviceMetric check_number check_int check_bool check_choice check_type check_callable check_path wrong_arg
     TPUPoolTrainer attach_replica 
     TPUShardedTrainer device_version Shards TFRecordShards StreamDL XLADL standardize
-    dist_version inside_boxes ShardReader uncount_steps make_programs_for lend_builtin arranged_update program_calls
+    dist_version inside_boxes ShardReader make_programs_for lend_builtin arranged_update program_calls
     function_of register OwnDraws graph_error wrong_device_error launch_error shapes_of
     settings_of
     hlo_number hlo_message compile_options ProgramReport ProgramLog tpu_advice trace_phase TPUReport module_of unpack_call state_bytes LastOfStep StepRecorder step_times Throughput

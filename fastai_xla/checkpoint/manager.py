@@ -84,7 +84,7 @@ class CheckpointManager:
         self.place = CheckpointDir(check_path('path', path))
         self.keep = keep if isinstance(keep, KeepPolicy) else KeepPolicy(check_int('keep', keep, at_least=1))
         self.asynchronous,self.on_error,self.path = asynchronous,on_error,self.place.path
-        self.cached,self.damaged,self.thread,self.error,self.warned,self.check_lock = {},set(),None,None,False,noop
+        self.damaged,self.thread,self.error,self.warned,self.check_lock = set(),None,None,False,noop
 
     def __getstate__(self): return {**vars(self), 'thread': None, 'check_lock': noop}
 
@@ -92,10 +92,8 @@ class CheckpointManager:
 
     def infos(self):
         "The `Info` of each checkpoint that was finished and not found damaged, by name, oldest first"
-        names = [o for o in self._names() if o not in self.damaged]
-        for o in names:
-            if o not in self.cached and 'number' in (info := self.place.info(o)): self.cached[o] = Info(info['number'], info['metric'])
-        return dict(sorted([(o, self.cached[o]) for o in names if o in self.cached], key=lambda o: o[1].number))
+        infos = {o: self.place.info(o) for o in self._names() if o not in self.damaged}
+        return dict(sorted([(k, Info(o['number'], o['metric'])) for k,o in infos.items() if 'number' in o], key=lambda o: o[1].number))
 
     def names(self):
         "The names of those checkpoints, oldest first"
@@ -115,7 +113,7 @@ class CheckpointManager:
 
     def newest(self):
         "The newest good `Checkpoint`, None if there is none at all; those that are passed over are named"
-        self.cached,self.damaged = {},set()
+        self.damaged = set()
         good = self.names()
         others = {o: self.place.has(o) for o in self._names() if o not in good} # has their writing ended?
         found,faults = self._first_good([*(o for o,ended in others.items() if ended), *reversed(good)])
@@ -168,7 +166,6 @@ class CheckpointManager:
         info = Info(1+max([o.number for o in self.infos().values()], default=0), metric)
         with self.place.replacing(position.name, dict(position=asdict(position), **info._asdict()), **hosts) as folder: write(folder)
         if hosts.get('part'): return
-        self.cached[position.name] = info
         self.damaged.discard(position.name)
         stay = self.keep.stay(self.infos())
         for o in self._names():

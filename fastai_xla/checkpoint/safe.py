@@ -126,9 +126,9 @@ def _tensor(t, kind, requires_grad, on_device, meta):
 
 # %% ../../nbs/750_checkpoint.safe.ipynb #many
 class StackedList(NamedTuple):
-    "A list of numbers or 0-d tensors in one tensor"
+    "A list of 0-d tensors in one tensor"
     data:torch.Tensor
-    kind:str # 'numbers', or a class of tensors
+    kind:str # Their class
 
     @classmethod
     def of(cls,
@@ -138,15 +138,12 @@ class StackedList(NamedTuple):
         "The list `o` as `StackedList`; anything else as it is"
         if type(o) is not list or len(o)<least: return o
         kinds = {*map(type, o)}
-        if kinds=={float}: return cls(torch.tensor(o, dtype=torch.float64), 'numbers')
-        if kinds=={int} and -2**63<=min(o) and max(o)<2**63: return cls(torch.tensor(o), 'numbers')
         if len(kinds)!=1 or (kind := kinds.pop().__name__) not in ('Tensor',*_tensor_types()): return o
         with torch._C.DisableTorchFunctionSubclass(): # which fastai's types have, and which costs most of the time
             alike = all(t.ndim==0 and t.dtype==o[0].dtype and t.is_cpu and not t.requires_grad and not t.__dict__ for t in o)
             return cls(torch.stack([t.as_subclass(torch.Tensor) for t in o]), kind) if alike else o
 
 def _unstack(data, kind):
-    if kind=='numbers': return data.tolist()
     cls = torch.Tensor if kind=='Tensor' else _tensor_types()[kind]
     with torch._C.DisableTorchFunctionSubclass(): return [t.as_subclass(cls) for t in data.unbind()]
 
