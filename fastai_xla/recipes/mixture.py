@@ -9,30 +9,25 @@ __all__ = ['MixedDatasets', 'MixtureDL', 'mixture', 'MixtureCounts']
 
 # %% ../../nbs/855_recipes.mixture.ipynb #imports
 import numpy as np
-from itertools import accumulate
 from bisect import bisect_right
 from fastai.basics import DataLoader, DataLoaders, TfmdDL
 from fastai.callback.data import WeightedDL
 from fastcore.all import GetAttr
+from torch.utils.data import ConcatDataset
 from ..data.source import in_samples
 from ..runtime.args import check_int, check_number, check_type, wrong_arg
 from ..runtime.ranks import world_size
 from .eval_every import TableCallback
 
 # %% ../../nbs/855_recipes.mixture.ipynb #dataset
-class MixedDatasets(GetAttr):
+class MixedDatasets(GetAttr, ConcatDataset):
     "One dataset after the other"
     _default = 'first'
-    def __init__(self, datasets): self.datasets,self.ends = list(datasets),list(accumulate(map(len, datasets)))
     @property
     def first(self): return self.datasets[0]
-    def __len__(self): return self.ends[-1]
     def number(self, i):
         "Of the dataset in which sample `i` is"
-        return bisect_right(self.ends, i)
-    def __getitem__(self, i):
-        k = self.number(i)
-        return self.datasets[k][i-(self.ends[k-1] if k else 0)]
+        return bisect_right(self.cumulative_sizes, i)
 
 # %% ../../nbs/855_recipes.mixture.ipynb #loader
 class MixtureDL(WeightedDL):
