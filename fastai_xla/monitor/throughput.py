@@ -205,7 +205,7 @@ _sums = dict(steps=0, samples=0, seconds=0., core_seconds=0., input=0., host=0.,
 class TPUMeter(Callback):
     "Shows throughput, MFU and where the time of a step goes, epoch by epoch, and counts what the training has taken so far"
     order,checkpointed = 102,('total','values')
-    devices = 'xla','tpu' # where it times; a Learner that was pickled in a fit brings this callback to others
+    devices = 'xla','tpu','cpu','cuda','mps' # where it times
     fit_start,wait,flops_error,text_every = None,None,None,1. # Seconds between two texts in the bar
     def __init__(self,
         show:bool=True, # In the progress bar, in a line after each epoch and in one at the end?
@@ -222,7 +222,8 @@ class TPUMeter(Callback):
         if not self.run: return
         meshes,n = self.learn._grab_cbs(MeshTrainer),world_size()
         self.n_cores,self.n_here = (meshes[0].mesh.n,1) if meshes else (n, ranks_here() if n>1 else 1)
-        self.flops,self.peak = self.given,self.peak_flops or peak_flops_of(device_name(self.device))
+        self.on_device = self.device.type in Throughput.devices
+        self.flops,self.peak = self.given,self.peak_flops or (peak_flops_of(device_name(self.device)) if self.on_device else None)
         self.fit_start,self.compiled_before,self.text,self.text_time = dict(self.total),compile_seconds(),'',time.perf_counter()
         self.values = _epochs[self.learn] = []
 
@@ -239,7 +240,7 @@ class TPUMeter(Callback):
 
     def before_batch(self):
         if not self.training: return
-        if self.train_iter<2: self._tell_compiling()
+        if self.train_iter<2 and self.on_device: self._tell_compiling()
         is_next = self.iter==self.next_iter and self.total is self.counted # else a checkpoint has skipped what is done, or restored the total
         if not is_next: self._start_clock(self.iter)
         if self.flops is None and self.peak: self._count_flops()
@@ -307,7 +308,7 @@ class TPUMeter(Callback):
     @property
     def line(self):
         "The fit in a line"
-        kind = 'TPU' if self.device.type=='tpu' else device_kind()
+        kind = 'TPU' if self.device.type=='tpu' else device_kind() if self.device.type=='xla' else self.device.type.upper()
         if kind=='TPU': kind = f'TPU {tpu_kind(device_name(self.device))}'.strip()
         where = f'{self.n_cores}x {kind}' if self.n_cores>1 else kind
         return f'{where}: {self.rates(self.fit_start)}, {(compile_seconds()-self.compiled_before)/self.n_here:.3g} s compiling'
@@ -346,7 +347,7 @@ class TPUMeter(Callback):
 # %% ../../nbs/865_monitor.throughput.ipynb #time-fit
 class Throughput(TPUMeter):
     "Times a fit that has no `TPUMeter`, and shows its throughput in the progress bar and in a line at its end"
-    checkpointed,taken = (),''
+    checkpointed,taken,devices = (),'',('xla','tpu') # a Learner that was pickled in a fit brings this callback to others
     def _count_flops(self): self.flops = 0.
     def after_epoch(self): pass
 
