@@ -201,11 +201,12 @@ class _Wait:
 
 # %% ../../nbs/865_monitor.throughput.ipynb #meter
 _sums = dict(steps=0, samples=0, seconds=0., core_seconds=0., input=0., host=0., device=0., compiling=0., flops=0.)
+_accelerators = 'xla','tpu'
 
 class TPUMeter(Callback):
     "Shows throughput, MFU and where the time of a step goes, epoch by epoch, and counts what the training has taken so far"
     order,checkpointed = 102,('total','values')
-    devices = 'xla','tpu','cpu','cuda','mps' # where it times
+    devices = *_accelerators,'cpu','cuda','mps' # where it times
     fit_start,wait,flops_error,text_every = None,None,None,1. # Seconds between two texts in the bar
     def __init__(self,
         show:bool=True, # In the progress bar, in a line after each epoch and in one at the end?
@@ -222,7 +223,7 @@ class TPUMeter(Callback):
         if not self.run: return
         meshes,n = self.learn._grab_cbs(MeshTrainer),world_size()
         self.n_cores,self.n_here = (meshes[0].mesh.n,1) if meshes else (n, ranks_here() if n>1 else 1)
-        self.on_device = self.device.type in Throughput.devices
+        self.on_device = self.device.type in _accelerators
         self.flops,self.peak = self.given,self.peak_flops or (peak_flops_of(device_name(self.device)) if self.on_device else None)
         self.fit_start,self.compiled_before,self.text,self.text_time = dict(self.total),compile_seconds(),'',time.perf_counter()
         self.values = _epochs[self.learn] = []
@@ -347,7 +348,7 @@ class TPUMeter(Callback):
 # %% ../../nbs/865_monitor.throughput.ipynb #time-fit
 class Throughput(TPUMeter):
     "Times a fit that has no `TPUMeter`, and shows its throughput in the progress bar and in a line at its end"
-    checkpointed,taken,devices = (),'',('xla','tpu') # a Learner that was pickled in a fit brings this callback to others
+    checkpointed,taken,devices = (),'',_accelerators # a Learner that was pickled in a fit brings this callback to others
     def _count_flops(self): self.flops = 0.
     def after_epoch(self): pass
 
