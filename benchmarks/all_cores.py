@@ -54,7 +54,7 @@ def row(name, a):
     from fastai_xla.models.norms import batch_norms
     rs = {}
     for form in ('ranks','distributed'):
-        try: rs[form] = report(name, form, a)
+        try: rs[form] = report(name, form, a, **(dict(sync_bn=False) if a.no_sync_bn and form=='distributed' else {}))
         except Exception as e: print(f'| {name} | {form}: {str(e)[:200]} |', flush=True)
     if len(rs)<2: return
     for phase in ('train','valid'):
@@ -69,6 +69,7 @@ if __name__=='__main__':
     p.add_argument('--size', type=int, default=64)
     p.add_argument('--bs', type=int, default=64)
     p.add_argument('--fast', action='store_true', help='compile with less effort')
+    p.add_argument('--no_sync_bn', action='store_true', help='BatchNorm of one process has the statistics of each core, as that of a rank')
     p.add_argument('--limit', type=float, default=3600)
     a = p.parse_args()
     print('| model | step | a rank, million cycles | one process | ratio | collectives of a rank | of one process | copies, converts, reverse of a rank (thousand cycles) | of one process | copies of vectors of a rank (number, thousand cycles) | of one process |')

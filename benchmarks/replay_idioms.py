@@ -1,7 +1,7 @@
 """What users write into models, losses, callbacks and optimizers, and fastai's own callbacks, trained with steps that are replayed and with traced steps: how many are replayed, and is it the same to the last bit?
 
     python benchmarks/replay_idioms.py                                   # every idiom on one core
-    python benchmarks/replay_idioms.py --form sharded                    # on a mesh of two cores; `distributed`: on two replicas
+    python benchmarks/replay_idioms.py --form sharded                    # parameters sharded over two cores; `distributed`: the batch split over them
     python benchmarks/replay_idioms.py --idioms deque dropout_by_epoch   # some
 
 Prints for each how many steps and batches of validation were replayed, and else why they were traced; and at the end how many idioms had at least half of their steps replayed.
@@ -24,9 +24,6 @@ from fastai.basics import *
 from fastai.callback.all import *
 from fastai.callback.fp16 import MixedPrecision
 from fastai_xla.all import *
-from fastai_xla.runtime.ranks import barrier
-sys.path.append(str(Path(__file__).resolve().parents[1]/'tests'))
-from threads import run_replicas
 
 # ---- Learners
 
@@ -504,16 +501,9 @@ def made(name):
     set_seed(7)
     return IDIOMS[name]()
 
-def replica(rank, name, replay):
-    "A replica is a thread here, and all draw from one random state, so Learners are made one after the other"
-    for r in range(world_size()):
-        if r==rank: learn = made(name)
-        barrier()
-    return trained(learn.to_tpu_distributed(replay=replay))
-
 FORMS = dict(tpu=lambda name, **kwargs: trained(made(name).to_tpu(**kwargs)),
     sharded=lambda name, **kwargs: trained(made(name).to_tpu_sharded(fsdp=2, **kwargs)),
-    distributed=lambda name, replay: run_replicas(replica, name, replay, n=2)[0])
+    distributed=lambda name, **kwargs: trained(made(name).to_tpu_distributed(**kwargs)))
 
 def compare(form, name):
     "Is what is trained the same both ways, and what was said of it"
@@ -523,9 +513,9 @@ def compare(form, name):
 def main():
     p = ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument('--form', choices=FORMS, default='tpu')
-    p.add_argument('--idioms', nargs='+', choices=IDIOMS, default=list(IDIOMS))
+    p.add_argument('--idioms', metavar='IDIOM', nargs='+', choices=IDIOMS, default=list(IDIOMS))
     a = p.parse_args()
-    if a.form!='tpu': use_virtual_cores(2)
+    if a.form!='tpu': os.environ['CPU_NUM_DEVICES'] = '2' # read when the runtime starts
     ok,shares = True,[]
     for name in a.idioms:
         try: same,share,said = compare(a.form, name)
