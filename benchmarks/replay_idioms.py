@@ -5,7 +5,7 @@
     python benchmarks/replay_idioms.py --idioms deque dropout_by_epoch   # some
 
 Prints for each how many steps and batches of validation were replayed, and else why they were traced; and at the end how many idioms had at least half of their steps replayed.
-The exit status is 1 if losses, metrics or weights differ anywhere.
+The exit status is 1 if losses, metrics or weights differ anywhere: in a bit on one core, by more than 1e-6 on two.
 """
 import itertools, os, random, sys, tempfile, time, warnings
 for k,v in dict(OMP_NUM_THREADS='1', PJRT_DEVICE='CPU', XLA_FLAGS='--xla_backend_optimization_level=0').items(): os.environ.setdefault(k, v) # compiles faster
@@ -506,9 +506,11 @@ FORMS = dict(tpu=lambda name, **kwargs: trained(made(name).to_tpu(**kwargs)),
     distributed=lambda name, **kwargs: trained(made(name).to_tpu_distributed(**kwargs)))
 
 def compare(form, name):
-    "Is what is trained the same both ways, and what was said of it"
+    "Is what is trained the same both ways, to the last bit or, where cores add up what they have, to 1e-6; and what was said of it"
     (want,_),(got,(share,said)) = FORMS[form](name, replay=False),FORMS[form](name, replay=True)
-    return len(want)==len(got) and all(map(partial(np.array_equal, equal_nan=True), want, got)),share,said
+    def same(equal): return len(want)==len(got) and all(map(partial(equal, equal_nan=True), want, got))
+    if same(np.array_equal): return 'the same',share,said
+    return 'within 1e-6' if form!='tpu' and same(partial(np.allclose, rtol=1e-6, atol=1e-6)) else 'DIFFERS',share,said
 
 def main():
     p = ArgumentParser(description=__doc__.splitlines()[0])
@@ -519,10 +521,10 @@ def main():
     ok,shares = True,[]
     for name in a.idioms:
         try: same,share,said = compare(a.form, name)
-        except Exception as e: same,share,said = False,0,f'{type(e).__name__}: {str(e)[:200]}'
-        ok = ok and same
+        except Exception as e: same,share,said = 'DIFFERS',0,f'{type(e).__name__}: {str(e)[:200]}'
+        ok = ok and same!='DIFFERS'
         shares.append(share)
-        print(f"{name:26} {'the same' if same else 'DIFFERS'}: {'; '.join(said.splitlines())}", flush=True)
+        print(f"{name:26} {same}: {'; '.join(said.splitlines())}", flush=True)
     print(f"{sum(o>=.5 for o in shares)} of {len(shares)} had half of their steps replayed or more", flush=True)
     sys.exit(not ok)
 
