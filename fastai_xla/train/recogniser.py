@@ -490,8 +490,9 @@ class CallRecogniser(TorchFunctionMode):
             return func(*args, **kwargs)
         calls,reads = n_device_calls(),n_reads()
         res = func(*args, **kwargs)
-        if n_reads()!=reads: self.refuse(f'`{_called(func)}` reads the device{_line()}')
-        elif n_device_calls()!=calls: self.refuse(f'`{_called(func)}` runs a program of its own{_line()}')
+        if n_device_calls()!=calls:
+            did = 'reads the device' if n_reads()!=reads else 'runs a program of its own'
+            self.refuse(f'`{_called(func)}` {did}{_line()}')
         elif func in _hooks and res is not None: self.refuse(f'{_hooks[func]} must run in each step{_line()}')
         else: self._note(key, func, kept, res, other)
         return res
