@@ -304,6 +304,17 @@ def globals_that_pickle_refuses():
         calls.clear()
     assert res[0]==res[1], res
 
+@case('ranks')
+def a_logger_with_a_file():
+    "is written by each rank"
+    log.handlers = [logging.FileHandler('said')]
+    log.handlers[0].setFormatter(logging.Formatter('rank says %(message)s'))
+    log.setLevel(logging.INFO)
+    learner(UsesGlobals(), True).fit(2)
+    calls.clear()
+    assert sorted(Path('said').read_text().splitlines())==sorted([f'rank says epoch {i}' for i in range(2)]*N)
+    log.handlers = []
+
 class NeedsGenerator(Callback):
     def after_batch(self): next(endless)
 endless = iter(lambda: 0, 1)

@@ -48,7 +48,7 @@ def unpicklable_error(
     **named # What was to be sent
 ):
     "The error for what pickle refused with `e`, which says where it is"
-    name,e = find_unpicklable(named) or ('a result', e)
+    name,e = find_unpicklable(named) or (next(iter(named), 'a result'), e)
     return TypeError(f"{name} cannot be sent to or from a rank: {type(e).__name__}: {e}. "
         "Leave it out, or create it there: inside the function, or in a callback's `before_fit`")
 

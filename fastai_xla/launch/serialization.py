@@ -153,9 +153,11 @@ def _logger(name, level, handlers, propagate, parent):
     res.manager._clear_cache() # of what each level allows
     return res
 
+def _file_handler(path, encoding): return logging.FileHandler(path, encoding=encoding, delay=True)
+
 def _reduce_logger(o):
-    "How to make the logger `o` again, with those of its handlers that write to a stream"
-    handlers = [h for h in o.handlers if type(h) is logging.StreamHandler]
+    "How to make the logger `o` again, with those of its handlers that write to a stream or a file"
+    handlers = [h for h in o.handlers if type(h) in (logging.StreamHandler,logging.FileHandler)]
     return _logger, (o.name, o.level, handlers, o.propagate, o.parent)
 
 def _reduce_refused(o):
@@ -163,6 +165,7 @@ def _reduce_refused(o):
     if isinstance(o, _locks): return type(o) if type(o) is _locks[1] else threading.Lock, ()
     if isinstance(o, functools._lru_cache_wrapper) and users_module(o): return _cached, (o.__wrapped__, o.cache_parameters())
     if isinstance(o, (weakref.WeakKeyDictionary,MappingProxyType)): return type(o), (dict(o),) # those of `functools.singledispatch`
+    if type(o) is logging.FileHandler: return _file_handler, (o.baseFilename, o.encoding), {k: vars(o)[k] for k in ('level','formatter','filters')}
     for k in ('stdout','stderr'):
         if o is getattr(sys, k): return getattr, (sys, k)
     if isinstance(o, nn.Module) and _is_parametrized(type(o)): return copyreg.__newobj__, (type(o),), vars(o)
