@@ -266,8 +266,8 @@ def main(groups, *args):
 
 slow = pytest.mark.slow
 
-@pytest.mark.parametrize('groups', ['one,waiting,texts', 'cores', 'sharded,formats:AdamW', 'pool',
-    *(pytest.param(o, marks=slow) for o in ('by_epoch', 'settings', 'formats', 'ranks'))])
+@pytest.mark.parametrize('groups', ['one,waiting,texts', 'cores', 'pool',
+    *(pytest.param(o, marks=slow) for o in ('sharded,formats:AdamW', 'by_epoch', 'settings', 'formats', 'ranks'))])
 def test_group(groups):
     res = run(__file__, groups, **FLAGS)
     assert res.returncode==0, f'exit {res.returncode}\n{res.stdout}\n{res.stderr}'
@@ -288,6 +288,7 @@ def test_killed_from_outside(tmp_path):
     a,b = (leaves(torch.load(o/'res.pth', weights_only=False)) for o in folders)
     assert a.keys()==b.keys() and all((a[k]==b[k]).all() for k in a)
 
+@slow
 def test_read_without_torch_xla(tmp_path):
     "by torch alone, whose file plain fastai loads, and by `load_sharded`"
     code = """

@@ -36,6 +36,7 @@ for o in sys.argv[1:]:
         assert isinstance(e.code, str) # status 1, and this on stderr
         print(e.code, file=sys.stderr)'''
 
+@pytest.mark.slow
 def test_torch_xla_is_missing_for_a_command(tmp_path):
     "One line with the remedy, and status 1; `plan` needs no torch_xla"
     path = packages_without(tmp_path, 'torch_xla', '_xlac', 'libtpu')

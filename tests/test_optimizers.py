@@ -30,7 +30,7 @@ OPTS = dict(
     torch_AdamW  = torch_opt(torch.optim.AdamW),
     torch_RMSprop= torch_opt(torch.optim.RMSprop, momentum=.9),
     torch_NAdam  = torch_opt(torch.optim.NAdam))
-SOME = 'SGD_mom Adam Larc ranger torch_SGD torch_AdamW torch_NAdam'.split()
+SOME = ['Adam','ranger','torch_AdamW', *(pytest.param(o, marks=pytest.mark.slow) for o in 'SGD_mom Larc torch_SGD torch_NAdam'.split())]
 
 class Where(Callback):
     "Where the optimizer's tensors were after each step"
@@ -226,7 +226,7 @@ COUNTING = dict( # they count steps on the host, so their numbers are others in 
     NAdam=torch_opt(torch.optim.NAdam), RAdam=torch_opt(torch.optim.RAdam), Adamax=torch_opt(torch.optim.Adamax),
     **{k: by_timm(k) for k in 'lamb lion nadamw adopt laprop'.split()})
 
-@pytest.mark.parametrize('name', COUNTING)
+@pytest.mark.parametrize('name', [o if o in ('RAdam','lamb','lion') else pytest.param(o, marks=pytest.mark.slow) for o in COUNTING])
 def test_numbers_of_others_optimizers(name):
     "Are inputs of the step's program: all but the first steps are replayed, with groups of two learning rates and a schedule, and all equal plain fastai"
     plain,tpu,*_ = both(lambda l: l.fit_one_cycle(2, slice(1e-3, 1e-2)), n_trn=160, opt_func=COUNTING[name])

@@ -5,8 +5,8 @@ from parity_models import LRS, MODELS, OPTS, TOLS, assert_same, leaves, moved, o
 @pytest.fixture(autouse=True, scope='module')
 def started(): start_again()
 
-@pytest.mark.parametrize('opt', OPTS)
-@pytest.mark.parametrize('model', ['cnn', 'vit', 'tabular', 'collab_dot', 'collab_nn', 'text'])
+@pytest.mark.parametrize('model,opt', [(m,o) if m=='cnn' or o=='Adam' else pytest.param(m, o, marks=pytest.mark.slow)
+    for m in ('cnn','vit','tabular','collab_dot','collab_nn','text') for o in OPTS])
 def test_parity(model, opt):
     f,of,lr = MODELS[model],OPTS[opt],LRS[opt]
     ref = outcome(f(of), lr)

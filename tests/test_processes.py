@@ -183,6 +183,7 @@ def test_error_of_one(pool):
     (lambda r, put: xm.all_gather(put([1.])) if r==1 else xm.all_reduce('sum', put([1.])), r'The ranks issued different collectives.*rank 1: all_gather on dim 0 of float32\[1\]'),
     (lambda r, put: xm.all_reduce('sum', put([1.]), groups=[[0,1]]), r'Rank 2 called all_reduce sum of float32\[1\] for the groups \[\[0, 1\]\], which do not include it'),
     (lambda r, put: xm.all_reduce('sum', put([1.]), groups=[[0,1],[2]] if r else [[0,2],[1]]), 'which raised|which has returned')], ids='early shape other member circle'.split())
+@pytest.mark.slow
 def test_ranks_that_part(pool, f, text): fails(pool, f, text)
 
 def test_killed(pool):
@@ -214,6 +215,7 @@ def test_launcher_of_torch_xla(tmp_path):
     assert sorted(res.stdout.splitlines())==['0 2 1', '1 2 1'], res.stderr
     assert res.returncode==1 and 'which raised ValueError: boom' in res.stderr
 
+@pytest.mark.slow
 def test_launcher_of_torch_xla_is_killed(tmp_path):
     "its processes end, one at work and one idle, though nobody tells them"
     (tmp_path/'train.py').write_text(script)
