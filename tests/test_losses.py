@@ -16,7 +16,7 @@ from fastai_xla.runtime.counts import xla_counts
 for o in [o for o in globals() if o.startswith('test')]: del globals()[o]  # fastai's, which pytest would collect
 
 STRATEGIES = dict(plain=('plain',1), four_ranks=('ranks',4), two_ranks=('ranks',2), four_cores=('one_process',4), sharded=('sharded',4))
-slow = 'two_ranks','sharded'
+slow = 'four_ranks','sharded'
 here = Path(__file__).parent
 
 @pytest.fixture(scope='module')
