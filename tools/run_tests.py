@@ -84,7 +84,7 @@ def main():
             for p in list(running): end(p)
             sys.exit('interrupted')
     total = {k: sum(o[k] for o in res) for k in kinds}
-    if a.store: seconds.write_text(json.dumps(took | {f.stem: o['seconds'] for f,o in zip(files, res)}, indent=0, sort_keys=True)+'\n')
+    if a.store: seconds.write_text(json.dumps(took | {f.stem: o['seconds'] for f,o in zip(files, res) if o['seconds']}, indent=0, sort_keys=True)+'\n')
     if long := [f'{f.stem} {o["seconds"]} s' for f,o in zip(files, res) if o['seconds']>budget]: print(f'Longer than {budget} s: {", ".join(long)}')
     bad = total['failed'] + total['error']
     parts = [f"{total['passed']} passed", f"{total['failed']} failed"] + [f'{total[k]} {k}' for k in kinds[2:] if total[k]]
