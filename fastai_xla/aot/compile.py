@@ -8,7 +8,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/aot.compile.html.md"""
 __all__ = ['left_out', 'check_train', 'why_no_valid', 'default_strategy', 'strategy_options', 'cache_folder']
 
 # %% ../../nbs/950_aot.compile.ipynb #imports
-import json, os, pickle, signal, subprocess, sys, tempfile, time, warnings
+import errno, json, os, pickle, shutil, signal, subprocess, sys, tempfile, time, warnings
 from contextlib import contextmanager
 from dataclasses import astuple
 from pathlib import Path
@@ -17,6 +17,7 @@ from fastai.callback.progress import ProgressCallback
 from fastai.callback.tracker import TrackerCallback
 from fastcore.all import patch
 from ..runtime.args import check_bool, check_int, check_number, check_path
+from ..runtime.table import size_text
 from ..patches.learner import xla_callbacks
 from ..train.trainer import is_one_sample
 from ..train.state import is_display
@@ -123,6 +124,13 @@ def _child(folder):
         except ProcessLookupError: pass
         p.wait()
 
+_needed = 64_000_000 # Bytes on disk
+
+def _check_space(folder):
+    free = shutil.disk_usage(folder).free
+    if free<_needed: raise OSError(errno.ENOSPC, f"Programs are written to {folder.parent}, which has {size_text(free)} left, and {size_text(_needed)} are "
+        "needed: free some space, or set TMPDIR to a folder on another disk")
+
 def _stacks(p, folder):
     "Where the threads of a child that traces stand"
     os.killpg(p.pid, signal.SIGUSR1)
@@ -132,6 +140,7 @@ def _stacks(p, folder):
 def _wait(p, folder, limit, show):
     start,last,file = time.time(),None,folder/'stage.txt'
     while p.poll() is None:
+        _check_space(folder)
         stage = file.exists() and file.read_text() or 'starting'
         if show and stage!=last: print(f'\r{stage:<30}', end='', flush=True)
         last = stage
@@ -202,6 +211,7 @@ def compile_for(self:Learner,
     with without_cbs(self, stays): run,*_ = pack_run(noop, (self,), share=False)
     with tempfile.TemporaryDirectory() as d:
         folder = Path(d)
+        _check_space(folder)
         (folder/'job.json').write_text(json.dumps(vars(job), default=astuple))
         (folder/'learner.pkl').write_bytes(pickle.dumps(run))
         with _child(folder) as p: _wait(p, folder, limit, show=sys.stdout.isatty())
