@@ -8,7 +8,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/runtime.doctor.html.md"""
 __all__ = ['Check', 'Checkup', 'doctor']
 
 # %% ../../nbs/050_runtime.doctor.ipynb #imports
-import os, platform, sys, torch
+import os, platform, sys
 from dataclasses import dataclass
 from importlib import metadata
 from packaging.requirements import Requirement

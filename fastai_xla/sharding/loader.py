@@ -10,8 +10,8 @@ __all__ = ['MeshDL', 'JoinedBatches', 'scale_bs', 'HostShare', 'check_alike', 'a
 # %% ../../nbs/715_sharding.loader.ipynb #imports
 from itertools import islice
 import numpy as np, torch
-from fastai.basics import DataLoader, TfmdDL
-from fastcore.all import first, noop
+from fastai.basics import DataLoader
+from fastcore.all import noop
 from torch.utils.data import BatchSampler
 from ..runtime.device import torch_xla
 from ..runtime.ranks import gather_objects, host_index, n_hosts

@@ -38,7 +38,7 @@ from ..data.loader import step_size
 from ..models.text import kept_positions, mean_over, text_encoder
 from .move import host_values
 from .state import is_display
-from .meters import DeviceSmoothLoss, PendingLoss
+from .meters import PendingLoss
 
 # %% ../../nbs/430_train.stand_ins.ipynb #lend
 _stand_ins = {} # {class of callbacks: {event: f(cb, stock)}}

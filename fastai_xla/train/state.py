@@ -10,7 +10,6 @@ __all__ = ['model_tensors', 'model_objects', 'learner_metrics', 'learner_objects
 
 # %% ../../nbs/390_train.state.ipynb #imports
 from copy import deepcopy
-import torch
 from fastai.basics import DataLoader, OptimWrapper
 from ..runtime.transfer import tensors_of
 from ..patches.grads import has_grad
