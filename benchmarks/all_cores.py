@@ -51,7 +51,7 @@ def kinds(r, *names): return ' '.join(f'{sum(w.cycles for w in r.works if n in w
 
 def row(name, a):
     "A row for each phase"
-    from fastai_xla.models.norms import batch_norms
+    from fastai_xla.models.forms import batch_norms
     rs = {}
     for form in ('ranks','distributed'):
         try: rs[form] = report(name, form, a, **(dict(sync_bn=False) if a.no_sync_bn and form=='distributed' else {}))

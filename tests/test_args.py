@@ -9,7 +9,7 @@ from fastai.test_utils import synth_learner
 from fastai_xla.all import *
 from fastai_xla.checkpoint.manager import CheckpointManager
 from fastai_xla.data.rng import seed_all, set_rng_state
-from fastai_xla.data.shapes import bucket_len, bucket_lens
+from fastai_xla.data.loader import bucket_len, bucket_lens
 from fastai_xla.distributed.loss import BatchLoss
 from fastai_xla.distributed.trainer import GradientReducer
 from fastai_xla.launch.launcher import Watchdog

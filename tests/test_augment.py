@@ -5,7 +5,7 @@ import pytest
 from fastai.vision.all import *
 from fastai_xla.all import *
 from fastai_xla.runtime.transfer import upload
-from fastai_xla.data.placement import device_version
+from fastai_xla.data.loader import device_version
 from fastai_xla.patches.registry import Loans
 from fastai_xla.runtime.device import make_programs_for, torch_xla, xm
 from fastai_xla.train.stand_ins import lend_stand_ins

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from fastai.basics import *
 from fastai_xla.all import *
-from fastai_xla.data.shapes import bucket_len
+from fastai_xla.data.loader import bucket_len
 from strategies import Cases, STRATEGIES
 
 for o in [o for o in dir() if o.startswith('test')]: del globals()[o] # fastcore's own would be collected as tests

@@ -7,7 +7,7 @@ from fastcore.all import noop
 from fastai.callback.rnn import RNNRegularizer
 from fastai_xla.all import EvalEvery, XLADL, apply_patches, to_host, undo_patches, xla_device
 from fastai_xla.patches.registry import Loans
-from fastai_xla.data.shapes import bucket_lens
+from fastai_xla.data.loader import bucket_lens
 from fastai_xla.models.text import lend_text, pads_text
 from fastai.text.all import LMLearner, TensorImage, TfmdDL
 from text_models import DROPS, OPTS, TOLS, EpochCounts, assert_same, classifier, language_model, leaves, moved

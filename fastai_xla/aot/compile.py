@@ -20,7 +20,7 @@ from ..runtime.args import check_bool, check_int, check_number, check_path
 from ..runtime.table import size_text
 from ..patches.learner import xla_callbacks
 from ..train.trainer import is_one_sample
-from ..train.state import is_display
+from ..train.move import is_display
 from ..launch.launcher import pack_run
 from ..distributed.state import without_cbs
 from ..distributed.learner import TPUPoolTrainer

@@ -26,7 +26,7 @@ from ..runtime.ranks import barrier, from_main, host_index, is_main, n_hosts
 from ..runtime.transfer import is_spread, on_xla, send, to_host
 from ..patches.registry import Loans
 from ..patches.learner import shared_path
-from ..train.state import load_opt_dict, opt_dict
+from ..train.move import load_opt_dict, opt_dict
 from ..sharding.trainer import MeshTrainer
 from .storage import DamagedCheckpoint, is_url, open_checkpoint, Saved, SkipCheckpoint, split_path
 from .safe import safe_dumps, safe_loads

@@ -28,8 +28,7 @@ from ..patches.learner import XLACallback
 from ..patches.registry import Loan
 from ..data.rng import rng_state, set_rng_state
 from ..data.source import order_state, set_order_state
-from ..train.move import learner_modules
-from ..train.state import is_display, is_ours, learner_metrics, learner_objects, model_objects, model_tensors, with_grad
+from ..train.move import is_display, is_ours, learner_metrics, learner_modules, learner_objects, model_objects, model_tensors, with_grad
 from ..train.meters import DeviceMetric, DeviceSmoothLoss, stock_metric
 from ..train.trainer import fetch_if_pending, fetch_pending_losses, TPUTrainer
 from .safe import safe_dumps, safe_loads, StackedList, ByName, Undecodable, Unencodable

@@ -1,6 +1,5 @@
 "Batches."
-from .placement import TfmPlacement
-from .loader import XLADL
+from .loader import TfmPlacement, XLADL
 from .shards import StreamDL, TarShards, TFRecordShards
 
 __all__ = ['XLADL', 'TfmPlacement', 'StreamDL', 'TarShards', 'TFRecordShards']

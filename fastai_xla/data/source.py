@@ -1,4 +1,4 @@
-"""Loaders of fastai, of torch and of any other kind, driven by hand: their order, and an iteration over chosen samples
+"""Loaders of fastai, of torch and of any other kind, driven by hand: their order, an iteration over chosen samples, and what each of several ranks gets
 
 Docs: https://fastai-xla.github.io/fastai_xla/data.source.html.md"""
 
@@ -6,7 +6,8 @@ Docs: https://fastai-xla.github.io/fastai_xla/data.source.html.md"""
 
 # %% auto #0
 __all__ = ['is_torch', 'is_stream', 'is_stateful', 'in_samples', 'copy_dl', 'order_of', 'order_state', 'set_order_state',
-           'begin_epoch', 'start_iter', 'end_iter']
+           'begin_epoch', 'start_iter', 'end_iter', 'rank_span', 'shard_idxs', 'RankShare', 'RowShare', 'deal',
+           'n_dealt']
 
 # %% ../../nbs/240_data.source.ipynb #imports
 import itertools, warnings
@@ -150,3 +151,130 @@ def end_iter(
     "End the worker processes of `it`, unless they are to serve the next epoch too"
     if not getattr(dl, 'persistent_workers', False) and hasattr(it, '_shutdown_workers'): it._shutdown_workers()
     if 'it' in getattr(dl, '__dict__', ()): del dl.it
+
+# %% ../../nbs/240_data.source.ipynb #shard
+def rank_span(
+    n:int, # Number of things
+    rank:int, # Whose span
+    world_size:int, # Number of ranks
+):
+    "Start and end of what `rank` gets of `n` things that lie in a row, dealt out as evenly as can be"
+    q,rest = divmod(n, world_size)
+    start = rank*q + min(rank, rest)
+    return start, start+q+(rank<rest)
+
+def _tail(n, rank, world_size, bs, drop_last, least):
+    "Start and end of the share of `rank` in the last, smaller step, and the step's size"
+    m = n%(bs*world_size)
+    if drop_last and n>m or not m: return n,n,0
+    takers = max(1, min(world_size, m//least))
+    start,end = rank_span(m, rank, takers) if rank<takers else (m,m)
+    return n-m+start, n-m+end, m
+
+def shard_idxs(
+    n:int, # Number of samples
+    rank:int, # Whose share
+    world_size:int, # Number of ranks
+    bs:int, # Batch size of a rank
+    drop_last:bool=False, # In training, drop the samples that do not fill a step of all ranks?
+    train:bool=True, # Equal numbers of batches on every rank? Else whole batches in turn
+    least:int=2, # Fewest samples of a rank in the last step, unless it has none: BatchNorm needs two
+):
+    "Positions among `n` samples that `rank` gets, in order"
+    if not 0<=rank<world_size: raise ValueError(f"rank {rank} of {world_size} ranks: it must be at least 0 and less than {world_size}")
+    if not train: return np.flatnonzero(np.arange(n)//bs%world_size==rank)
+    full = n//(bs*world_size)
+    start,end,_ = _tail(n, rank, world_size, bs, drop_last, least)
+    return np.concatenate([np.arange(full*bs*world_size).reshape(full, world_size, bs)[:,rank].ravel(), np.arange(start, end)])
+
+# %% ../../nbs/240_data.source.ipynb #share
+class RankShare:
+    "What `rank` gets of the `n` samples of an epoch, in batches of `bs`"
+    def __init__(self,
+        n:int, # Number of samples
+        rank:int, # Whose share
+        world_size:int, # Number of ranks
+        bs:int, # Batch size of a rank
+        drop_last:bool=False, # In training, drop the samples that do not fill a step of all ranks?
+        train:bool=True, # Equal numbers of batches on every rank? Else whole batches in turn
+        even:bool=False, # In training, drop samples of the last step until all ranks have as many?
+        least:int=2, # Fewest samples of a rank in the last step, unless it has none; 1 if `even`
+    ):
+        self.dropped = 0 # samples, for the sake of `even`
+        if train and even:
+            whole = n%(bs*world_size)==0 or drop_last and n>=bs*world_size
+            self.dropped = 0 if whole else n%world_size
+            n,least = n-n%world_size,1
+        self.idxs = shard_idxs(n, rank, world_size, bs, drop_last, train, least)
+        start,end,whole = _tail(n, rank, world_size, bs, drop_last, least) if train else (0,0,0)
+        if whole and start==end: self.idxs = np.append(self.idxs, np.arange(min(n, least)))
+        self.bs,self.full,self.last = bs,(bs, bs*world_size),(end-start, whole) if whole else None
+        self.n_batches = -(-len(self.idxs)//bs)
+        self.n,self.world_size,self.train,self.drop_last,self.least = n,world_size,train,drop_last,least
+
+    def step_counts(self,
+        i:int, # Number of a batch
+    ):
+        "Samples of batch `i` that count, on each rank"
+        ranks,bs = range(self.world_size),self.bs
+        if not self.train: return [min(bs, max(0, self.n-(i*self.world_size+r)*bs)) for r in ranks]
+        if self.last is None or i!=self.n_batches-1: return [bs]*self.world_size
+        spans = [_tail(self.n, r, self.world_size, bs, self.drop_last, self.least) for r in ranks]
+        return [end-start for start,end,_ in spans]
+
+    def step_sizes(self,
+        i:int, # Number of a batch
+    ):
+        "Samples of batch `i` that count, here and on all ranks"
+        return self.last if self.last and i==self.n_batches-1 else self.full
+
+    def n_samples(self,
+        i:int, # Number of a batch
+    ):
+        "Samples that batch `i` is made of here"
+        return max(0, min(self.bs, len(self.idxs)-i*self.bs))
+
+# %% ../../nbs/240_data.source.ipynb #rows
+class RowShare:
+    "The rows that `rank` gets of each batch of `bs` rows, in an epoch of `n` rows altogether"
+    def __init__(self,
+        n:int, # Number of rows in all batches, a multiple of `bs`
+        bs:int, # Rows of a batch
+        rank:int, # Whose share
+        world_size:int, # Number of ranks
+    ):
+        start,end = rank_span(bs, rank, world_size)
+        self.idxs = np.arange(n).reshape(-1, bs)[:,start:end].ravel()
+        self.bs,self.most = end-start,-(-bs//world_size) # rows here; on the rank that has most
+        self.n_batches,self.full = n//bs if self.bs else 0,(self.most, self.most*world_size)
+
+    def step_sizes(self,
+        i:int, # Number of a batch
+    ):
+        "Rows of batch `i` here and on all ranks, as if each had the most"
+        return self.full
+
+# %% ../../nbs/240_data.source.ipynb #deal
+def deal(
+    batches, # An iterable
+    rank:int, # Whose batches
+    world_size:int, # Number of ranks
+    train:bool=True, # Only batches of complete rounds?
+):
+    "Every `world_size`-th of `batches`"
+    dealt = []
+    for b in batches:
+        dealt.append(b)
+        if len(dealt)<world_size: continue
+        yield dealt[rank]
+        dealt = []
+    if not train and rank<len(dealt): yield dealt[rank]
+
+def n_dealt(
+    n:int, # Number of batches
+    rank:int, # Whose batches
+    world_size:int, # Number of ranks
+    train:bool=True, # Only batches of complete rounds?
+):
+    "Number of batches that `deal` gives of `n`"
+    return n//world_size if train else len(range(rank, n, world_size))

@@ -21,10 +21,9 @@ from ..runtime.device import device_kind, runtime_started, tell_cores, torch_xla
 from ..runtime.ranks import is_main, rank, world_size
 from ..runtime.args import check_bool
 from ..patches.learner import xla_callbacks, XLACallback
-from ..data.placement import TfmPlacement
-from ..train.move import move_learner
+from ..data.loader import TfmPlacement
+from ..train.move import copy_apart, is_display, move_learner
 from ..data.rng import set_rng_state
-from ..train.state import copy_apart, is_display
 from ..train.replay import StepReplay
 from ..train.strict import StrictSteps
 from ..train.trainer import drop_batch, remove_trainers, TPUTrainer

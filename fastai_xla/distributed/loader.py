@@ -14,9 +14,9 @@ from fastcore.all import chunked
 from ..runtime.ranks import from_main, rank, ranks_here, world_size
 from ..runtime.transfer import tensors_of
 from ..data.rng import base_seed, kept_rng, locked_draws, OwnDraws, seed_all
-from ..data.source import begin_epoch, copy_dl, in_samples, is_stateful, is_stream, is_torch, order_of, order_state, set_order_state, start_iter
+from ..data.source import (begin_epoch, copy_dl, deal, in_samples, is_stateful, is_stream, is_torch, n_dealt,
+    order_of, order_state, RankShare, RowShare, set_order_state, start_iter)
 from ..data.loader import XLADL
-from ..data.share import deal, n_dealt, RankShare, RowShare
 
 # %% ../../nbs/600_distributed.loader.ipynb #sharded
 def _for_all_ranks(dl, world_size):

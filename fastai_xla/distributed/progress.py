@@ -16,8 +16,7 @@ from ..runtime.ranks import world_size
 from ..runtime.transfer import tensors_of
 from ..patches.learner import xla_callbacks
 from ..data.loader import XLADL, step_size
-from ..train.move import set_hypers
-from ..train.state import is_display
+from ..train.move import is_display, set_hypers
 from ..train.stand_ins import bar_says, bar_waits, begin_bar
 from ..train.trainer import fetch_if_pending
 from ..patches.registry import Loans

@@ -18,7 +18,7 @@ from torch import nn
 from ..runtime.values import contents, is_atom, put
 from ..data.rng import rng_state, set_rng_state
 from ..data.source import order_state, set_order_state
-from ..train.state import is_ours
+from ..train.move import is_ours
 from ..launch.shared import own_attributes
 from ..launch.worker import variable_owners
 

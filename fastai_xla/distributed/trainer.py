@@ -21,9 +21,8 @@ from ..runtime.args import check_bool, check_choice
 from ..patches.augment import draw_by
 from ..patches.grads import tell_steps
 from ..data.rng import base_seed, kept_rng, locked_draws, OwnDraws
-from ..models.norms import lend_global_norms, running_stats
-from ..train.move import learner_modules, opt_tensors
-from ..train.state import is_display, model_tensors
+from ..models.forms import lend_global_norms, running_stats
+from ..train.move import is_display, learner_modules, model_tensors, opt_tensors
 from ..train.meters import DeviceMetric
 from ..train.trainer import TPUTrainer
 from .loader import ShardedDL

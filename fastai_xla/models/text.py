@@ -16,7 +16,7 @@ from fastai.text.models.core import SentenceEncoder
 from torch import nn
 from torch.nn.modules import transformer
 from ..runtime.transfer import on_accelerator
-from ..data.shapes import pad_text
+from ..data.loader import pad_text
 
 # %% ../../nbs/330_models.text.ipynb #span
 def span_of(

@@ -18,7 +18,7 @@ from ..runtime.transfer import on_xla, send, to_host
 from ..runtime.args import check_choice
 from ..patches.grads import grad_of
 from ..patches.learner import around_phases
-from ..models.norms import running_stats
+from ..models.forms import running_stats
 from ..train.steppers import mask_of, mask_step, StepMask
 from ..train.meters import DeviceSmoothLoss
 from ..train.trainer import TPUTrainer

@@ -2,8 +2,7 @@
 from .ema import EMACallback
 from .optim import GradientClipValue, AdaptiveGradientClip, LayerDecay, scaled_lr
 from .eval_every import EvalEvery, validate_beside
-from .mixture import mixture, MixtureCounts
-from .splits import AugSplits, JSDLoss
+from .mixture import mixture, MixtureCounts, AugSplits, JSDLoss
 
 __all__ = ['EMACallback', 'GradientClipValue', 'AdaptiveGradientClip', 'LayerDecay', 'scaled_lr', 'EvalEvery', 'validate_beside',
     'mixture', 'MixtureCounts', 'AugSplits', 'JSDLoss']

@@ -18,8 +18,8 @@ from ..runtime.ranks import rank
 from ..runtime.args import check_bool, check_callable, check_int, check_number, wrong_arg
 from ..data.loader import step_size
 from ..data.rng import rng_state, set_rng_state
-from ..models.norms import running_stats
-from ..train.state import copy_apart, is_display, is_ours
+from ..models.forms import running_stats
+from ..train.move import copy_apart, is_display, is_ours
 from ..train.meters import stock_metric
 from ..train.strict import StrictSteps
 from ..train.trainer import TPUTrainer

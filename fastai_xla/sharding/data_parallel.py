@@ -15,7 +15,7 @@ from fastcore.all import delegates, patch
 from ..runtime.device import by_backend, device_kind, n_processes, use_compile_cache
 from ..runtime.args import check_bool, check_choice, check_int, check_path
 from ..virtual_cores.processes import TorchrunPlace
-from ..models.norms import lend_core_norms
+from ..models.forms import lend_core_norms
 from ..launch.launcher import Watchdog
 from ..distributed.loss import BatchLoss
 from ..distributed.trainer import ScaledRates

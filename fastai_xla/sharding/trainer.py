@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from fastai.basics import get_model, Learner
 from fastai.callback.training import GradientAccumulation
 from fastcore.all import delegates, patch
-from ..models import norms
+from ..models import forms
 from ..runtime.device import by_backend, program_kind, tell_cores, use_compile_cache, xla_device, xr
 from ..runtime.ranks import from_main, gather_objects, is_main, n_hosts, whole_on_each
 from ..runtime.signals import call_all
@@ -22,16 +22,14 @@ from ..runtime.args import check_bool, check_path
 from ..patches.registry import Loans
 from ..data.rng import base_seed
 from ..models.blocks import BlockRunner
-from ..train.move import learner_modules, move_learner, opt_tensors
-from ..train.state import is_display
+from ..train.move import is_display, learner_modules, move_learner, opt_tensors
 from ..train.meters import DeviceMetric
 from ..train.strict import StrictSteps
 from ..train.trainer import remove_trainers, TPUTrainer
 from ..distributed.trainer import lengthen_lr_find
 from ..distributed.learner import write_apart, write_together
 from .rules import as_rules, axis_names, infer_sharding, make_mesh, slice_layout, TPUMesh
-from .place import BlockMarker, check_process, materialize_sharded, n_devices_for
-from .place import param_specs, shard_learner, shard_opt_tensors, start_spmd
+from .place import BlockMarker, check_process, materialize_sharded, n_devices_for, param_specs, shard_learner, shard_opt_tensors, start_spmd
 from .loader import check_alike, HostsDL, MeshDL, scale_bs
 
 # %% ../../nbs/720_sharding.trainer.ipynb #mesh-help
@@ -95,7 +93,7 @@ class MeshTrainer(TPUTrainer):
 
     def _start_loop(self, pad):
         super()._start_loop(pad)
-        if self.mesh.n>1 and (self.partition_norms or self.partition_norms is None and program_kind()!='TPU'): norms.partition_norms(self.loans)
+        if self.mesh.n>1 and (self.partition_norms or self.partition_norms is None and program_kind()!='TPU'): forms.partition_norms(self.loans)
 
     def _make_loader(self, dl, **kwargs):
         if self.mesh.n_hosts>1 and kwargs['pad_text']: raise ValueError(_no_text_on_hosts)

@@ -18,7 +18,7 @@ from ..runtime.device import on_torch_tpu
 from ..runtime.ranks import broadcast, from_main, is_main, rank, world_size
 from ..runtime.transfer import on_tpu
 from ..data.rng import base_seed
-from ..models.norms import running_stats
+from ..models.forms import running_stats
 from ..distributed.learner import write_apart, write_together
 from ..distributed.loader import ShardedDL
 from ..distributed.metrics import loss_weight, share_metrics, share_predictions, Shares

@@ -19,9 +19,8 @@ from ..runtime.signals import call_all, CtrlCHeld
 from ..runtime.transfer import feed, unfeed
 from ..patches.registry import Loans
 from ..patches.learner import XLACallback
-from ..data.loader import XLADL
-from ..data.placement import TfmPlacement
-from ..models.norms import mixes_samples
+from ..data.loader import TfmPlacement, XLADL
+from ..models.forms import mixes_samples
 from ..models.ranges import RangeCheck
 from ..models.text import lend_text, pads_text
 from ..train.meters import DeviceMetric, device_metric, HostQueue, PendingLoss, step_metrics, stock_metric

@@ -1,4 +1,4 @@
-"""A Learner to a device: parameters, tied weights and the optimizer's state
+"""A Learner to a device: parameters, tied weights and the optimizer's state; and the names of its parts
 
 Docs: https://fastai-xla.github.io/fastai_xla/train.move.html.md"""
 
@@ -6,22 +6,25 @@ Docs: https://fastai-xla.github.io/fastai_xla/train.move.html.md"""
 
 # %% auto #0
 __all__ = ['on_repoint', 'learner_modules', 'param_slots', 'opt_states', 'repoint_opt', 'set_hypers', 'move_learner',
-           'opt_tensors', 'placed_tensors', 'Renewal', 'host_values', 'HostValues']
+           'opt_tensors', 'placed_tensors', 'Renewal', 'host_values', 'HostValues', 'model_tensors', 'model_objects',
+           'learner_metrics', 'learner_objects', 'copy_apart', 'with_grad', 'opt_dict', 'load_opt_dict', 'is_display',
+           'is_ours']
 
 # %% ../../nbs/380_train.move.ipynb #imports
 import warnings
 from contextlib import contextmanager
+from copy import deepcopy
 from itertools import chain
 from weakref import WeakKeyDictionary
 import torch
-from fastai.basics import L, Learner, OptimWrapper
+from fastai.basics import DataLoader, L, Learner, OptimWrapper
 from torch import nn
+from ..runtime.args import check_type
 from ..runtime.device import torch_xla
-from ..runtime.transfer import on_xla, send, to_host
-from ..patches.grads import forget_zero, forget_zeros, remember_zeros
+from ..runtime.transfer import on_xla, send, tensors_of, to_host
+from ..patches.grads import forget_zero, forget_zeros, has_grad, remember_zeros
 from ..patches.travel import move_slow_weights
 from ..models.deferred import materialize
-from ..runtime.args import check_type
 
 # %% ../../nbs/380_train.move.ipynb #slots
 def learner_modules(
@@ -108,7 +111,6 @@ def _check_learner(learn, opt, device):
     assert lost<len(held), f"{said}nothing the model uses. {remedy}"
     warnings.warn(f"{said}only the {len(held)-lost} others. {remedy}")
 
-
 # %% ../../nbs/380_train.move.ipynb #move-learner
 _places = WeakKeyDictionary() # of each optimizer the parameters that it had after the last move, by where they stand
 
@@ -150,7 +152,6 @@ def move_learner(
         raise
     if opt is not None: _note_places(learn, opt)
     return learn
-
 
 # %% ../../nbs/380_train.move.ipynb #opt-tensors
 def opt_tensors(
@@ -237,3 +238,84 @@ class HostValues:
             yield
         finally:
             for mod,n,t in (*ps, *bufs): setattr(mod, n, t)
+
+# %% ../../nbs/380_train.move.ipynb #names
+def model_tensors(
+    learn, # A Learner
+):
+    "Parameters and buffers by name"
+    modules = enumerate(learner_modules(learn))
+    return {('tensor',i,n): t for i,m in modules for n,t in (*m.named_parameters(), *m.named_buffers())}
+
+def model_objects(
+    learn, # A Learner
+):
+    "Modules, parameters and buffers by name"
+    modules = {('module',i,n): o for i,m in enumerate(learner_modules(learn)) for n,o in m.named_modules()}
+    return {**modules, **model_tensors(learn)}
+
+def _loaders(learn):
+    dl = getattr(learn, 'dl', None)
+    return [*getattr(learn.dls, 'loaders', []), *([] if dl is None else [dl])]
+
+def _loaders_of_cbs(learn): return {('dl',i,k): v for i,cb in enumerate(learn.cbs) for k,v in vars(cb).items() if isinstance(v, DataLoader)}
+
+def learner_metrics(
+    learn, # A Learner
+):
+    "The metrics of `learn`, and the losses that its Recorder averages"
+    rec = getattr(learn, 'recorder', None)
+    return [*learn.metrics, *([rec.loss, rec.smooth_loss] if rec else [])]
+
+def learner_objects(
+    learn, # A Learner
+):
+    "What a Learner has besides its model, by name"
+    res = {'learn': learn, 'dls': learn.dls, 'loss_func': learn.loss_func, 'opt_func': learn.opt_func, 'splitter': learn.splitter}
+    for i,dl in enumerate(_loaders(learn)): res.update({('dl',i): dl, ('dataset',i): getattr(dl, 'dataset', None)})
+    for k,dl in _loaders_of_cbs(learn).items(): res.update({k: dl, ('dataset',*k[1:]): dl.dataset})
+    for i,cb in enumerate(learn.cbs): res['cb',i] = cb
+    for i,m in enumerate(learner_metrics(learn)): res['metric',i] = m
+    return {k: o for k,o in res.items() if o is not None}
+
+def copy_apart(
+    learn, # A Learner
+    o, # What it has: its loss function, metrics
+):
+    "A copy of `o` in which the Learner, its model and its callbacks are still these, not copies too"
+    m = learn.model
+    kept = [learn, learn.dls, learn.opt, *learn.cbs, *m.modules(), *m.parameters(), *m.buffers()]
+    return deepcopy(o, {id(v): v for v in kept if v is not None})
+
+# %% ../../nbs/380_train.move.ipynb #grads
+def with_grad(
+    learn, # A Learner
+):
+    "The names of the tensors that have a gradient, if perhaps zeros that were let go"
+    return {k for k,t in model_tensors(learn).items() if has_grad(t)}
+
+# %% ../../nbs/380_train.move.ipynb #opt-dict
+def opt_dict(
+    opt, # An optimizer of fastai, or `OptimWrapper`
+):
+    "Its `state_dict`, with the tensors that fastai keeps of the parameters of one of torch's"
+    own = [opt.state.get(p, {}) for pl in opt.param_lists for p in pl] if isinstance(opt, OptimWrapper) else []
+    return {**opt.state_dict(), 'own': own} if tensors_of(own) else opt.state_dict()
+
+def load_opt_dict(
+    opt, # An optimizer of fastai, or `OptimWrapper`
+    state:dict, # From `opt_dict`
+):
+    "Load what `opt_dict` has returned"
+    state = dict(state)
+    own = state.pop('own', ())
+    opt.load_state_dict(state)
+    for p,st in zip([p for pl in opt.param_lists for p in pl], own): opt.state[p].update(st)
+
+# %% ../../nbs/380_train.move.ipynb #kinds
+_displays = ('fastai.callback.progress','fastai.callback.wandb','fastai.callback.tensorboard','fastai.callback.neptune',
+    'fastai.callback.comet','fastai.callback.azureml')
+
+def is_display(cb): return any(c.__module__ in _displays for c in type(cb).__mro__)
+
+def is_ours(o): return type(o).__module__.startswith('fastai_xla')

@@ -36,8 +36,7 @@ from ..patches.ops import raw
 from ..patches.augment import inside_boxes, thread_draws
 from ..data.loader import step_size
 from ..models.text import kept_positions, mean_over, text_encoder
-from .move import host_values
-from .state import is_display
+from .move import host_values, is_display
 from .meters import PendingLoss
 
 # %% ../../nbs/430_train.stand_ins.ipynb #lend

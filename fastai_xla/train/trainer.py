@@ -25,11 +25,9 @@ from ..runtime.users import is_users
 from ..patches.registry import Loans
 from ..patches.learner import xla_callbacks, XLACallback
 from ..data.rng import base_seed, kept_rng
-from ..data.placement import TfmPlacement
-from ..data.loader import XLADL
-from ..models.norms import mixes_samples, running_stats
+from ..data.loader import TfmPlacement, XLADL
+from ..models.forms import lend_as_written, lend_tpu_forms, mixes_samples, running_stats
 from ..models.ranges import RangeCheck
-from ..models.forms import lend_as_written, lend_tpu_forms
 from ..models.text import lend_text, pads_text
 from .move import HostValues, move_learner, opt_states, placed_tensors, Renewal
 from .optimizer import lend_step, make_state_ahead
