@@ -19,7 +19,7 @@ from fastai_xla.checkpoint.callback import plan_resume
 from fastai_xla.checkpoint.manager import CheckpointManager
 from fastai_xla.checkpoint.safe import Undecodable
 from fastai_xla.checkpoint.storage import CheckpointDir
-from fastai_xla.checkpoint.train_state import note_all_made, read_state, restore_state
+from fastai_xla.checkpoint.train_state import read_state, restore_state
 from fastai_xla.runtime.device import xm
 from fastcore.script import call_parse
 
@@ -175,7 +175,6 @@ def malicious_table():
     with tempfile.TemporaryDirectory() as d:
         make('to_tpu', d)
         manager,learn = CheckpointManager(f'{d}/run'),learner().to_tpu()
-        note_all_made(learn)
         good = manager.newest().saved
         for name,f in attacks().items():
             _,loaded,resumed,ran = try_attack(f, good, learn, f'{d}/attacked')

@@ -1,11 +1,10 @@
 """Sharded checkpoints, and training that was killed and goes on. Cases run in groups, each in a fresh process: `python test_checkpoint.py <group>`."""
 import os, signal, sys, time
-from functools import partial
 from pathlib import Path
 
 import pytest
 from forks import Forked
-from fresh import packages_without, repo, run, run_ok
+from fresh import packages_without, run, run_ok
 
 FLAGS = dict(PJRT_DEVICE='CPU', CPU_NUM_DEVICES=None, MPLBACKEND='Agg')
 every = 3
@@ -74,7 +73,7 @@ def dies(l, place, at, how=killed, exc=KeyboardInterrupt, **kwargs):
     return ['', *left()][-1]
 
 def one():
-    "One training on one core that dies seven times: before a checkpoint, in an epoch, in validation, in the next fit, by signals in both, between steps; and that is run again when it is done"
+    "One training on one core that dies seven times: before a checkpoint, in an epoch, in validation, in the next fit, by signals, between steps; and that is run again when it is done"
     l = names()
     place = lambda o: o.to_tpu()
     plain = train(l, place)
@@ -83,22 +82,12 @@ def one():
     assert dies(l, place, 7)=='fit00-epoch0000-batch0000006', 'the second batch of validation'
     assert dies(l, place, 7)=='fit01-epoch0000-batch0000003', 'two batches, two of validation, three of the next fit'
     assert dies(l, place, 2, sends(signal.SIGTERM), SystemExit)=='fit01-epoch0000-batch0000006'
-    assert dies(l, place, 3, sends(signal.SIGTERM), SystemExit)=='fit01-epoch0001-batch0000000', 'a signal in validation waits for its end'
+    assert dies(l, place, 3, sends(signal.SIGINT))=='fit01-epoch0001-batch0000000', 'a signal in validation waits for its end'
     assert dies(l, place, 16)=='fit02-epoch0000-batch0000006', 'an epoch, six of the last fit'
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     equal(l, plain, train(l, place, [l.resume_from('run', every=every)]))
     assert left()==['fit02-epoch0001-batch0000008', 'fit03-epoch0000-batch0000000']
     equal(l, plain, train(l, place, [l.resume_from('run', every=every), dying(l, 1, killed)])), 'what is done is not done again'
-
-def by_epoch():
-    "One each epoch; Ctrl-C in the middle of one; the newest alone is kept"
-    l = names()
-    place = lambda o: o.to_tpu()
-    plain = train(l, place)
-    assert dies(l, place, 25, every=None, keep=1)=='fit01-epoch0001-batch0000000'
-    assert dies(l, place, 5, sends(signal.SIGINT), every=None, keep=1)=='fit01-epoch0001-batch0000006'
-    assert len(left())==1
-    equal(l, plain, train(l, place, [l.resume_from('run', keep=1)]))
 
 def waiting():
     "Gradients that wait for a step at the end of an epoch and of a fit"
@@ -130,37 +119,6 @@ def texts():
     assert left('texts')[-1].startswith('fit00-epoch0001')
     equal(l, plain, f([l.resume_from('texts', every=2)]))
 
-def settings(cases=('nothing','learning rate','MixUp by another alpha','optimizer','larger bs',"a callback's argument")):
-    "What the user has written counts as it is now, or is an error"
-    sys.path.insert(0, str(repo/'benchmarks'))
-    import settings
-    want = {'nothing': 'went on', 'learning rate': 'went on, said', 'more epochs': 'went on, said', 'MixUp by another alpha': 'went on, said', 'MixUp dropped': 'went on, said',
-        'optimizer': 'error', 'smaller bs': 'error', 'larger bs': 'error', "a callback's argument": 'went on, said'}
-    want = {k: v for k,v in want.items() if k in cases}
-    res = {name: (what, said) for name,what,said in settings.table(want)}
-    assert {k: v[0] for k,v in res.items()}==want, res
-    assert 'schedule.lr 0.01 at most -> 0.001 at most' in res['learning rate'][1] and 'use the same data and batch size' in res['larger bs'][1]
-
-def loads_best(l, place):
-    "At the end of a fit the Learner validates as after its best epoch, with averages too; so it does when the fit is left out"
-    class Worse(l.Callback):
-        "The third epoch goes uphill"
-        order,run_valid = -5,False
-        def before_step(self):
-            if self.epoch<2: return
-            self.opt.set_hypers(lr=.1)
-            for p in self.model.parameters(): p.grad = None if p.grad is None else p.grad*-100
-    for i,cbs in enumerate((lambda: [], lambda: [l.EMACallback(decay=.5)])):
-        for path in (f'best{i}', f'best{i}', f'other{i}'):
-            learn = learner(l, place, [l.resume_from(path, load_best=True, keep=1), Worse(), *cbs()])
-            l.set_seed(3)
-            with learn.no_bar(), learn.no_logging():
-                learn.fit(3, 1e-2)
-                at = list(learn.recorder.metric_names).index('valid_loss')-1
-                seen = [o[at] for o in learn.recorder.values]
-                got = learn.validate()[0]
-            assert abs(got-min(seen))<1e-5 and min(seen)<seen[2]-.01, (i, path, seen, got)
-
 def cores():
     "Dies on two cores of one process, and resumes there"
     l = names()
@@ -170,7 +128,6 @@ def cores():
     dies(l, place, 20)
     with pytest.raises(ValueError, match='use as many cores'): train(l, lambda o: o.to_tpu_distributed(n_cores=1), [l.resume_from('run')])
     equal(l, plain, train(l, place, [l.resume_from('run', every=every)]))
-    loads_best(l, place)
 
 def sharded():
     "Dies on four cores, resumes there, and on one"
@@ -182,32 +139,9 @@ def sharded():
     l.shutil.copytree('run', 'other')
     equal(l, plain, train(l, place, [l.resume_from('run', every=every)]))
     equal(l, plain, train(l, lambda o: o.to_tpu_sharded(fsdp=1), [l.resume_from('other')]), 1e-4)
-    loads_best(l, place)
-
-def formats(*which):
-    "Written on four cores, read by torch alone and by plain fastai"
-    l = names()
-    opts = dict(Adam={}, AdamW=dict(opt_func=partial(l.OptimWrapper, opt=l.torch.optim.AdamW)), ranger=dict(opt_func=l.ranger), SGD=dict(opt_func=partial(l.SGD, mom=0.)))
-    for name,kw in [(k, opts[k]) for k in which or opts]:
-        def mk():
-            learn = learner(l, lambda o: o)
-            learn.opt_func = kw.get('opt_func', l.Adam)
-            learn.create_opt()
-            return learn
-        a = mk().to_tpu_sharded(replica=2, fsdp=2)
-        a.freeze()
-        with a.no_bar(), a.no_logging(): a.fit(1, 1e-2)
-        a.save_sharded(name)
-        a.save(f'{name}_stock')
-        want = l.torch.load(f'models/{name}_stock.pth', weights_only=False)
-        for place in (lambda o: o, lambda o: o.to_tpu_sharded(fsdp=4)):
-            b = place(mk()).load_sharded(name)
-            equal(l, want, l.to_host(dict(model=dict(b.model.state_dict()), opt=b.opt.state_dict())))
-            b.save_sharded(f'{name}_2')
-            equal(l, want, l.to_host(dict(model=dict(b.model.state_dict()), opt=mk().load_sharded(f'{name}_2').opt.state_dict())))
 
 def pool():
-    "A replica that dies, and a pool that is told to stop"
+    "A replica that dies, and a pool that is told to stop; at the end of a fit the Learner has the best weights"
     l = names()
     place = lambda o: o.to_tpu_distributed(n_cores=2, processes=True)
     plain = train(l, place)
@@ -219,28 +153,16 @@ def pool():
     newest = dies(l, place, 6, press, SystemExit)
     assert newest.startswith('fit01-epoch0000') and not newest.endswith('0')
     equal(l, plain, train(l, place, [l.resume_from('run', every=every)]))
-    loads_best(l, place)
-
-def replica(rank, cbs, at):
-    "A script's part on one rank, which dies at batch `at`"
-    l = names()
-    if at and rank==1: cbs = [*cbs, dying(l, at, lambda: time.sleep(1) or 1/0)]
-    learn = learner(l, lambda o: o, cbs).to_tpu_distributed()
+    class Worse(l.Callback):
+        "The second epoch goes uphill"
+        order,run_valid = -5,False
+        def before_step(self):
+            if self.epoch: self.opt.set_hypers(lr=1.)
+    learn = learner(l, place, [l.resume_from('best', load_best=True, keep=1), Worse()])
     with learn.no_bar(), learn.no_logging():
-        learn.freeze()
-        learn.fit_one_cycle(2, 1e-2)
-        learn.unfreeze()
-        learn.fit(1, 1e-3)
-    return outcome(l, learn) if rank==0 else None
-
-def ranks():
-    "A script that launches its own replicas, of which one dies"
-    l = names()
-    def go(*cbs, at=None): return l.tpu_launch(replica, cbs, at, n_cores=2)[0]
-    plain = go()
-    with pytest.raises(l.LaunchError): go(l.TPUCheckpoint('run', every=every), at=9)
-    assert left()[-1]=='fit00-epoch0001-batch0000002'
-    equal(l, plain, go(l.resume_from('run', every=every)))
+        learn.fit(2, 1e-2)
+        first,second = [o[3] for o in learn.recorder.values]
+        assert first<second and abs(learn.validate()[0]-first)<1e-5, (first, second)
 
 def script(folder):
     "A training to be killed from outside"
@@ -266,8 +188,7 @@ def main(groups, *args):
 
 slow = pytest.mark.slow
 
-@pytest.mark.parametrize('groups', ['one,waiting,texts', 'cores', 'pool',
-    *(pytest.param(o, marks=slow) for o in ('sharded,formats:AdamW', 'by_epoch', 'settings', 'formats', 'ranks'))])
+@pytest.mark.parametrize('groups', ['one,waiting,texts', 'cores', 'pool', pytest.param('sharded', marks=slow)])
 def test_group(groups):
     res = run(__file__, groups, **FLAGS)
     assert res.returncode==0, f'exit {res.returncode}\n{res.stdout}\n{res.stderr}'
@@ -290,7 +211,7 @@ def test_killed_from_outside(tmp_path):
 
 @slow
 def test_read_without_torch_xla(tmp_path):
-    "by torch alone, whose file plain fastai loads, and by `load_sharded`"
+    "by plain fastai, and by `load_sharded`; that torch alone reads the shards is in the notebook of checkpoint.model"
     code = """
     import torch
     from fastai.basics import *
@@ -309,23 +230,15 @@ def test_read_without_torch_xla(tmp_path):
     """, cwd=tmp_path, **FLAGS)
     (tmp_path/'packages').mkdir()
     without = dict(PYTHONPATH=packages_without(tmp_path/'packages', 'torch_xla'), **FLAGS)
-    run_ok("""
-    import torch, torch.distributed.checkpoint as dcp
-    reader = dcp.HuggingFaceStorageReader('models/m')
-    sd = {k: torch.zeros(m.size, dtype=m.properties.dtype) for k,m in reader.read_metadata().state_dict_metadata.items() if k.startswith('model.')}
-    dcp.load(sd, storage_reader=reader, no_dist=True)
-    torch.save({k.removeprefix('model.'): v for k,v in sd.items()}, 'models/c.pth')
-    """, '-S', '-W', 'ignore', cwd=tmp_path, **without)
     run_ok(code + """
     assert not xla_available()
     want = learn.load('stock')
-    for o,has_opt in ((learner().load('c', with_opt=False), False), (learner().load_sharded('m'), True)):
-        for p,q in zip(want.model.parameters(), o.model.parameters()):
-            assert torch.equal(p, q)
-            assert not has_opt or want.opt.state[p].keys()==o.opt.state[q].keys() and torch.equal(want.opt.state[p]['sqr_avg'], o.opt.state[q]['sqr_avg'])
+    got = learner().load_sharded('m')
+    for p,q in zip(want.model.parameters(), got.model.parameters()):
+        assert torch.equal(p, q) and want.opt.state[p].keys()==got.opt.state[q].keys() and torch.equal(want.opt.state[p]['sqr_avg'], got.opt.state[q]['sqr_avg'])
     """, '-S', cwd=tmp_path, **without)
 
-@pytest.mark.parametrize('to', ['to_tpu()','to_tpu_distributed(n_cores=2, processes=True)'])
+@pytest.mark.parametrize('to', ['to_tpu()', pytest.param('to_tpu_distributed(n_cores=2, processes=True)', marks=slow)])
 def test_the_bar_of_a_training_that_goes_on(to):
     "In an epoch that is not the first, which fastprogress must have seen"
     out = run_ok(f"""

@@ -29,38 +29,21 @@ def planned(depth, mode):
     from fastai_xla.models import mean_vit
     return plan_training(mean_vit(64, 4, depth, 8, img_size=64, num_classes=4), make_mesh(fsdp=8), 64, (3,64,64), **({} if mode=='plain' else {mode: True}))
 
-def test_parameters_and_optimizer_state_are_exact():
+def test_parameters_are_exact_and_temporary_memory_is_near():
+    "Parameters and optimizer state to the byte; temporary memory between 0.6 and 1.5 times the compiler's, and in the same order but for the loop. All train alike"
     for case,r in compiled().items():
         p = planned(*case)
         assert (p.memory['parameters'],p.nbytes)==tuple(r['params']), case
         assert p.memory['optimizer state']==r['state'][0]<=(1/8+.05)*r['state'][1], case
-
-def test_temporary_memory():
-    "Between 0.6 and 1.5 times the compiler's, and in the same order but for the loop"
-    for case,r in compiled().items():
-        p = planned(*case)
         temp = p.total-sum(p.memory[k] for k in ('parameters','optimizer state','batch'))
         assert .6<temp/r['temp']<1.5, (case, temp, r['temp'])
     plain,ckpt,loop = (compiled()[4,o]['temp'] for o in ('plain','grad_ckpt','scan'))
-    assert loop<ckpt<.75*plain
-
-def test_compiled_once_and_trained_alike():
     losses = [r['loss'] for r in compiled().values()]
-    assert max(losses)-min(losses)<1e-5 and {r['compiles'] for r in compiled().values()}<={1,2}
+    assert loop<ckpt<.75*plain and max(losses)-min(losses)<1e-5 and {r['compiles'] for r in compiled().values()}<={1,2}
 
-@pytest.mark.slow
 def test_a_loop_holds_one_block():
     "What grows with depth is the optimizer, and the stacking of parameters"
     both = {**compiled(), **compiled((*deep,))}
     def growth(mode, what): return both[8,mode][what]-both[4,mode][what]
     assert growth('scan', 'products')==0<growth('plain', 'products')
     assert growth('scan', 'instructions')<.7*growth('plain', 'instructions')
-
-def test_a_batchnorm_of_vectors():
-    "Cannot train on one sample, as in the head of `vision_learner` and in levit"
-    import timm
-    from fastai.vision.all import create_head
-    from fastai_xla.all import deferred_init, make_mesh, plan_training
-    for make,shape in ((lambda: create_head(8, 3), (8,4,4)), (lambda: timm.create_model('levit_128s'), (3,224,224))):
-        p = plan_training(deferred_init(make), make_mesh(fsdp=8), 64, shape)
-        assert p.n_params==sum(o.numel() for o in deferred_init(make).parameters()) and p.flops>0

@@ -30,81 +30,61 @@ def reqs(extra=''):
     res = [Requirement(o) for o in (project['optional-dependencies'][extra] if extra else project['dependencies'])]
     return [q for r in res for q in ([q for e in sorted(r.extras) for q in reqs(e)] if r.name==name else [r])]
 def run(*args, **kw): return subprocess.run([*map(str, args)], capture_output=True, text=True, **kw)
+def read(path): return (root/path).read_text(encoding='utf-8')
 
-here = House(root, nbdev['lib_path'], nbdev['nbs_path'])
-api = here.notebooks
+here = House(root)
 shown = [p for o in ('guide','tutorials','platforms') for p in sorted((nbs/o).glob('*.ipynb'))]
-everything = api + [nbs/'index.ipynb'] + shown
+everything = here.notebooks + [nbs/'index.ipynb'] + shown
 def by_hand(): return [Path('__init__.py'), Path('__main__.py'), Path('all.py'), *(Path(o)/'__init__.py' for o in here.chapters)]
 
 # ---- notebooks and modules
 
-@pytest.fixture(scope='module')
-def exported(tmp_path_factory):
-    "A copy of the repository whose modules are exported anew from its notebooks, which are then cleaned"
-    new = tmp_path_factory.mktemp('exported')
-    for o in ('pyproject.toml',): shutil.copy(root/o, new)
-    shutil.copytree(nbs, new/nbs.name, ignore=shutil.ignore_patterns('.*'))
+def test_exported_and_clean(tmp_path):
+    "Modules and their index are those that the notebooks export, and the notebooks are as nbdev-clean leaves them"
+    shutil.copy(root/'pyproject.toml', tmp_path)
+    shutil.copytree(nbs, tmp_path/nbs.name, ignore=shutil.ignore_patterns('.*'))
     for o in by_hand():
-        (new/lib.name/o).parent.mkdir(exist_ok=True)
-        shutil.copy(lib/o, new/lib.name/o)
-    env = {k:v for k,v in os.environ.items() if k!='IN_TEST'}
+        (tmp_path/lib.name/o).parent.mkdir(exist_ok=True)
+        shutil.copy(lib/o, tmp_path/lib.name/o)
     for cmd in ('export', 'clean'):
-        res = run(Path(sys.executable).parent/f'nbdev-{cmd}', cwd=new, env=env)
+        res = run(Path(sys.executable).parent/f'nbdev-{cmd}', cwd=tmp_path, env={k:v for k,v in os.environ.items() if k!='IN_TEST'})
         assert not res.returncode, res.stdout+res.stderr
-    return new
-
-def test_modules_are_those_of_the_notebooks(exported):
-    new, old = [{o.relative_to(d) for o in d.rglob('*.py')} for d in (exported/lib.name, lib)]
-    assert new == old == {o.path.relative_to(lib) for o in here.rooms} | {*by_hand(), Path('_modidx.py')}
-    for o in new-{Path('_modidx.py')}:
-        assert (exported/lib.name/o).read_text() == (lib/o).read_text(), f'run `make nbs`: {o} differs from its notebook'
-
-def modidx(folder):
-    "Settings and symbols of a module index, without modules that have none (nbdev versions differ in listing those)"
-    d = {}
-    exec((folder/'_modidx.py').read_text(), d)
-    return d['d']['settings'], {k:v for k,v in d['d']['syms'].items() if v}
-
-def test_module_index(exported): assert modidx(exported/lib.name) == modidx(lib)
-
-def test_notebooks_are_clean(exported):
-    for o in everything: assert load(exported/o.relative_to(root)) == load(o), f'run `make nbs`: {o.name} is not as nbdev-clean leaves it'
-
-def test_guide_and_tutorials_are_executed():
-    for path in shown:
-        cells = [o for o in code(load(path)) if src(o).strip()]
-        assert not cells or any(o['outputs'] for o in cells), f'{path.name} is stored without having been run: make tutorials'
-
-@pytest.mark.parametrize('path', [o for o in shown if o.parent.name!='guide' or o.stem=='quickstart'], ids=lambda o: o.name)
-def test_opens_elsewhere(path):
-    "The links at the top are those of this notebook, and say what to install"
-    top,at = '\n'.join(map(src, load(path)['cells'][:2])), f'{repo_url.split("github.com/")[1]}/blob/main/{path.relative_to(root)}'
-    for o in (f'(https://colab.research.google.com/github/{at})', f'(https://kaggle.com/kernels/welcome?src=https://github.com/{at})', f'pip install git+{repo_url}`'): assert o in top
+    new,old = [{o.relative_to(d): o.read_text() for o in d.rglob('*.py') if o.name!='_modidx.py'} for d in (tmp_path/lib.name, lib)]
+    assert new.keys()==old.keys()=={o.path.relative_to(lib) for o in here.rooms} | {*by_hand()}
+    assert not (bad := [str(o) for o in old if new[o]!=old[o]]), f'run `make nbs`: these differ from their notebooks: {bad}'
+    def index(d): # without modules that have no symbols: nbdev versions differ in listing those
+        exec((d/lib.name/'_modidx.py').read_text(), res := {})
+        return res['d']['settings'], {k: v for k,v in res['d']['syms'].items() if v}
+    assert index(tmp_path)==index(root)
+    for o in everything: assert load(tmp_path/o.relative_to(root))==load(o), f'run `make nbs`: {o.name} is not as nbdev-clean leaves it'
 
 def test_cells():
-    for path in everything: check_cells(path)
+    for path in everything:
+        cells = load(path)['cells']
+        ids,outputs = [o.get('id') for o in cells],[p for o in code(load(path)) for p in o['outputs']]
+        assert all(ids) and len(ids)==len(set(ids)) and not [o for o in outputs if o['output_type']=='error'], path
+        assert not re.search(r'/(home|root|Users|work)/', json.dumps(cells)), f'{path}: a path of the machine that ran it'
+        assert re.match(r'# .+\n\n> .+' if path in here.notebooks else r'# .+', src(cells[0])), f'{path.name} has no title and summary'
 
-def check_cells(path):
-    nb = load(path)
-    ids = [o.get('id') for o in nb['cells']]
-    assert all(ids) and len(ids)==len(set(ids)), path
-    outputs = [p for o in code(nb) for p in o['outputs']]
-    assert not [o for o in outputs if o['output_type']=='error'], path
-    assert not re.search(r'/(home|root|Users|work)/', json.dumps(nb)), 'a path of the machine that ran it'
-    assert re.match(r'# .+', src(nb['cells'][0])), path
-
-def test_api_notebooks_say_what_they_are():
-    for o in api: assert re.match(r'# .+\n\n> .+', src(load(o)['cells'][0])), f'{o.name} has no title and summary'
-
-# ---- the rules of the house
+def test_pages_for_users():
+    "They were executed and say whom they are for; those to be opened elsewhere have links to themselves, and install the package before they use it"
+    for path in shown:
+        cells = load(path)['cells']
+        first,top = [o for o in code(load(path)) if src(o).strip()],'\n'.join(map(src, cells[:2]))
+        assert not first or any(o['outputs'] for o in first), f'{path.name} is stored without having been run: make tutorials'
+        assert '\n> For ' in top, f'{path.name}: its summary says what it is for and for whom: "> For ..."'
+        if path.parent.name=='guide' and path.stem!='quickstart': continue
+        at = f'{repo_url.split("github.com/")[1]}/blob/main/{path.relative_to(root)}'
+        for o in (f'(https://colab.research.google.com/github/{at})', f'(https://kaggle.com/kernels/welcome?src=https://github.com/{at})', f'pip install git+{repo_url}`'):
+            assert o in top, path.name
+        i = next(i for i,o in enumerate(first) if 'pip install' in src(o))
+        assert 'git+'+repo_url in src(first[i]) and not any('fastai' in src(o) for o in first[:i]), path.name
+        assert not re.findall(r'!\[[^]]*\]\((?!https://)', '\n'.join(src(o) for o in cells if o['cell_type']=='markdown')), path.name
 
 @pytest.mark.parametrize('rule', house.rules)
 def test_rule(rule):
-    offences = house.rules[rule](here)
+    offences = [*house.rules[rule](here)]
     assert not offences, f'{rule}: {len(offences)}\n' + '\n'.join(offences)
-
-# ---- README
 
 def test_all_hides_nothing_of_fastai():
     "`from fastai_xla.all import *` after fastai's own leaves every name that fastai gave"
@@ -115,125 +95,105 @@ print([k for k,v in vars(ours).items() if not k.startswith('_') and k in theirs 
     res = fresh.run('-c', code, cwd=root)
     assert res.returncode==0 and res.stdout.splitlines()[-1]=='[]', res.stdout+res.stderr
 
+# ---- README and the words of pages
+
 def test_readme_is_the_rendered_index():
-    assert (root/'README.md').read_text(encoding='utf-8') == readme.render(nbs/'index.ipynb'), 'run `make nbs`'
-
-def test_readme_rendering(tmp_path):
-    cells = [('markdown', '# T'), ('code', '#| hide\n1'), ('code', '#| echo: true\nx = 1\nx'), ('code', '')]
-    (tmp_path/'n.ipynb').write_text(json.dumps(dict(cells=[dict(cell_type=t, source=[s]) for t,s in cells])))
-    assert readme.render(tmp_path/'n.ipynb') == '# T\n\n```python\nx = 1\nx\n```\n'
-
-def test_pictures_of_readme():
-    "They are there, small, and the badges say what pyproject.toml says"
-    text = (root/'README.md').read_text(encoding='utf-8')
+    "and short; its pictures are there and small, and the badges say what pyproject.toml says"
+    text = read('README.md')
+    assert text==readme.render(nbs/'index.ipynb'), 'run `make nbs`'
     files = [root/o for o in re.findall(r'!\[[^]]*\]\(([^)]+)\)', text)]
-    assert len(files)==3 and all(o.stat().st_size<60_000 for o in files)
-    assert {o.name for o in files}=={'eight_cores.png', *readme.badges()}
+    assert {o.name for o in files}=={'eight_cores.png', *readme.badges()} and all(o.stat().st_size<60_000 for o in files)
     for k,v in readme.badges().items(): assert (nbs/'images'/k).read_text()==v, 'run `make nbs`'
-    assert '>3.10 to 3.13</text>' in readme.badge('python', '3.10 to 3.13') and len(text.encode())<10_000, 'a first screen and a page: more belongs into nbs/guide'
+    assert len(text.encode())<10_000, 'a first screen and a page: more belongs into nbs/guide'
 
-# ---- the words of the pages for users
-
-pages = [nbs/o for o in ('index.ipynb', 'troubleshooting.ipynb', 'benchmarks.ipynb')] + shown
 coined = re.compile('|'.join((r'\b(?:com(?:es?|ing)|came|goe?s?|bring|travels?) home\b', r'\b(?:lent|lends?|lending)\b', r'\bg[ia]ven? back\b|\bgives back\b', r'\brooms?\b',
     r'\bmend(?:s|ed|ing)?\b', r'\bits like\b', r'\bnot so (?:are|is)\b', 'so-manyth', 'gone on with', r'\b(?:run|runs|ran) again without tracing|steps? that (?:is|are) run again',
     r'\b(?:all|every step) traced\b', r'\bchills?\b', r'\b(?:which|each|three|other|both|two|one) forms?\b')), re.I)
 
-def prose(path):
-    "The text of a page: markdown without code and addresses"
-    text = path.read_text(encoding='utf-8') if path.suffix=='.md' else '\n\n'.join(src(o) for o in load(path)['cells'] if o['cell_type']=='markdown')
-    return re.sub(r'```.*?```|`[^`\n]*`|\]\([^)]*\)|https?://\S+', ' ', text, flags=re.S)
-
-@pytest.mark.parametrize('path', [*pages, root/'README.md', root/'CHANGELOG.md', root/'CONTRIBUTING.md'], ids=lambda o: o.name)
-def test_words(path):
-    "Pages use the field's words: replayed, copied back, patched, module, strategy, fix, resume"
-    found = [m[0] for m in coined.finditer(prose(path))]
-    assert not found, f'{path.name}: {found}'
-
-def shown_texts():
-    "What users read of the package, and where: messages, and the docstrings and comments on parameters of modules and public names"
+def texts():
+    "What users read: pages without code and addresses; messages, docstrings and comments on arguments of public names"
+    for path in [nbs/f'{o}.ipynb' for o in ('index','troubleshooting','benchmarks')] + shown + [root/f'{o}.md' for o in ('README','CHANGELOG','CONTRIBUTING')]:
+        text = read(path) if path.suffix=='.md' else '\n\n'.join(src(o) for o in load(path)['cells'] if o['cell_type']=='markdown')
+        yield path.name,re.sub(r'```.*?```|`[^`\n]*`|\]\([^)]*\)|https?://\S+', ' ', text, flags=re.S)
     for path in sorted(lib.rglob('[a-z]*.py')):
-        tree,lines = ast.parse(path.read_text(encoding='utf-8')),path.read_text(encoding='utf-8').splitlines()
-        texts = [t for t,_ in messages.messages(path)]+[ast.get_docstring(tree) or '']
+        tree,lines = ast.parse(read(path)),read(path).splitlines()
+        found = [t for t,_ in messages.messages(path)]+[ast.get_docstring(tree) or '']
         for o in ast.walk(tree):
             if not isinstance(o, (ast.FunctionDef, ast.ClassDef)) or o.name[0]=='_': continue
-            texts += [ast.get_docstring(o) or '', *(l.partition(' # ')[2] for l in lines[o.lineno:o.body[0].lineno-1])]
-        yield path.relative_to(root),re.sub('`[^`]*`', '', '\n\n'.join(texts))
+            found += [ast.get_docstring(o) or '', *(l.partition(' # ')[2] for l in lines[o.lineno:o.body[0].lineno-1])]
+        yield path.relative_to(root),re.sub('`[^`]*`', '', '\n\n'.join(found))
 
-def test_words_of_messages_and_docstrings():
-    found = [f'{path}: {m[0]}' for path,text in shown_texts() for m in coined.finditer(text)]
+def test_words():
+    "The field's words: replayed, copied back, patched, module, strategy, fix, resume"
+    found = [f'{path}: {m[0]}' for path,text in texts() for m in coined.finditer(text)]
     assert not found, found
-
-def test_words_that_are_coined():
-    for o in ('what it learned comes home', 'it is lent', 'which mends it', 'a room', 'in all three forms', 'and gone on with', 'was run again without tracing'): assert coined.search(o), o
-    for o in ('the format', 'run the cell again', 'performance', 'recommended', 'the Learner is copied back'): assert not coined.search(o), o
-
-def test_pages_say_whom_they_are_for():
-    for o in shown: assert '\n> For ' in src(load(o)['cells'][0]), f'{o.name}: its summary says what it is for and for whom: "> For ..."'
 
 def test_map():
     "CONTRIBUTING's map has every chapter; modules that it and *How a fit runs* name are there"
-    text = (root/'CONTRIBUTING.md').read_text(encoding='utf-8')
+    text = read('CONTRIBUTING.md')
     listed = re.findall(r'^\| `(\w+)` \|', text, re.M)
     assert {*listed} == {*here.chapters, 'cli'}, {*listed} ^ {*here.chapters, 'cli'}
     text += '\n'.join(map(src, load(nbs/'guide'/'how_a_fit_runs.ipynb')['cells']))
     named = {f'{a}.{b}' for a,b in re.findall(r'`(\w+)\.(\w+)`', text) if a in here.chapters}
     assert len(named)>10 and named <= {o.name for o in here.rooms}, named - {o.name for o in here.rooms}
 
-def test_install_cells():
-    "Notebooks that offer to be opened elsewhere install the package there, before they use it; their pictures have addresses that are found there"
-    for path in [o for o in shown if 'colab.research.google.com' in '\n'.join(map(src, load(o)['cells'][:2]))]:
-        first = [src(o) for o in code(load(path))]
-        at = next(i for i,o in enumerate(first) if 'pip install' in o)
-        assert not any('fastai' in o for o in first[:at]) and 'git+'+repo_url in first[at], path.name
-        assert not re.findall(r'!\[[^]]*\]\((?!https://)', '\n'.join(src(o) for o in load(path)['cells'] if o['cell_type']=='markdown')), path.name
+def test_promises():
+    "Each has a test, in the target that the table says"
+    table = read('CONTRIBUTING.md').split('## What users are promised')[1].split('\n## ')[0]
+    quick,slow,_ = table.split('| **`make ')
+    def tests(text): return re.findall(r'`((?:torch_tpu/)?test_\w+\.py)::(\w+)`', text)
+    for file,test in tests(table):
+        text = read(f'tests/{file}')
+        assert f'def {test}(' in text, test
+        marks = text.split(f'def {test}(')[0].rpartition('\n\n')[2]
+        always = 'pytestmark = pytest.mark.slow' in text or any(o.strip() in ('@slow','@pytest.mark.slow') for o in marks.splitlines())
+        assert always==((file,test) in tests(slow)), test
 
 # ---- metadata
 
-def test_version():
-    assert importlib.import_module(lib.name).__version__ == version(name)
-    assert re.search(r'^## (\S+)', (root/'CHANGELOG.md').read_text(), re.M)[1] == version(name)
-
 def test_one_home_of_metadata():
-    "pyproject.toml; setup.py has the packages alone, and settings.ini a name"
+    "pyproject.toml; setup.py has the packages alone, and settings.ini a name; what is installed says the same, and so do CHANGELOG and CITATION"
+    import yaml
+    assert importlib.import_module(lib.name).__version__ == version(name) == re.search(r'^## (\S+)', read('CHANGELOG.md'), re.M)[1]
     assert project['dynamic']==['version'] and pyproject['tool']['setuptools']['dynamic']['version']['attr']==f'{lib.name}.__version__'
     ini = ConfigParser()
     ini.read(root/'settings.ini', encoding='utf-8')
     assert dict(ini['DEFAULT'])=={'lib_name': name} and not ini.sections()
-    call, = [o for o in ast.walk(ast.parse((root/'setup.py').read_text())) if isinstance(o, ast.Call) and getattr(o.func, 'id', '')=='setup']
+    call, = [o for o in ast.walk(ast.parse(read('setup.py'))) if isinstance(o, ast.Call) and getattr(o.func, 'id', '')=='setup']
     assert {o.arg for o in call.keywords}=={'packages','package_dir'}
-
-def test_installed_metadata():
-    got = {(canonicalize_name(r.name), str(r.specifier), frozenset(r.extras)) for r in map(Requirement, requires(name))}
-    wanted = [Requirement(o) for k in (project['dependencies'], *project['optional-dependencies'].values()) for o in k]
-    assert got == {(canonicalize_name(r.name), str(r.specifier), frozenset(r.extras)) for r in wanted}
-    assert metadata(name)['Requires-Python'] == project['requires-python'] and project['license']=='Apache-2.0'
-
-def test_console_script():
+    def facts(rs): return {(canonicalize_name(r.name), str(r.specifier), frozenset(r.extras)) for r in map(Requirement, rs)}
+    assert facts(requires(name)) == facts(o for k in (project['dependencies'], *project['optional-dependencies'].values()) for o in k)
+    assert metadata(name)['Requires-Python'] == project['requires-python'] and project['license']=='Apache-2.0' and 'Apache License' in read('LICENSE')
     script, = [o for o in entry_points(group='console_scripts') if o.name=='fastai-xla']
     assert project['scripts'][script.name]==script.value and callable(script.load())
+    cff = yaml.safe_load(read('CITATION.cff'))
+    assert cff['version'] == version(name) and cff['license'] == 'Apache-2.0' and {'cff-version','message','title','authors'} <= cff.keys()
 
 def test_what_is_imported_is_required():
     "Packages that a module imports, by their names on PyPI; those that an extra brings are imported where they are used"
     dists,extra = dict(google='protobuf', plum='plum-dispatch'),{r.name for e in ('xla','torch_tpu','stream','compile') for r in reqs(e)}
     found = {}
     for path in lib.rglob('*.py'):
-        for o in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
+        for o in ast.walk(ast.parse(read(path))):
             names = [a.name for a in o.names] if isinstance(o, ast.Import) else [o.module] if isinstance(o, ast.ImportFrom) and not o.level else []
             found.update({dists.get(nm.split('.')[0], nm.split('.')[0]): path.name for nm in names})
     missing = {k: v for k,v in found.items() if k not in sys.stdlib_module_names and k!=lib.name and k not in extra and k not in {r.name for r in reqs()}}
     assert not missing, f'imported, and not in dependencies: {missing}'
 
-def test_every_dependency_is_bounded():
-    for r in reqs(): assert {o.operator for o in r.specifier} == {'>=', '<'}, f'{r} needs a lower and an upper bound'
-
-def test_torch_and_torch_xla_resolve_to_a_pair():
-    pairs = [{r.name: r for r in reqs(k)} for k in ('xla','tpu','dev','bench')]
-    assert {str(o[k].specifier) for o in pairs for k in ('torch','torch_xla')} == {'<2.10,>=2.8'} and len({str(o['torch_xla'].marker) for o in pairs})==1
+def test_bounds():
+    "Every dependency has a lower and an upper one, which what is installed obeys; the oldest that are tested are the lower bounds"
+    for r in reqs():
+        assert {o.operator for o in r.specifier} == {'>=', '<'}, f'{r} needs a lower and an upper bound'
+        assert r.marker and not r.marker.evaluate() or r.specifier.contains(version(r.name)), f'{r}, found {version(r.name)}'
+    low = {r.name: Version(s.version) for r in reqs()+reqs('dev') for s in r.specifier if s.operator=='>='}
+    oldest = [Requirement(o) for o in read('constraints-oldest.txt').splitlines() if o and not o.startswith('#')]
+    assert {r.name for r in reqs()} <= {r.name for r in oldest}
+    for r in oldest: assert str(r.specifier).startswith('==') and Version(str(r.specifier)[2:]) == low[r.name], f'{r} is not the lower bound'
 
 def test_an_environment_keeps_its_stack():
-    "The package itself asks for no stack, and for a torch of either; each extra brings one alone, and none a libtpu that is not known, or that takes back what Kaggle or Colab has"
+    "The package itself asks for no stack, and for a torch of either; each extra brings one alone, torch and torch_xla as a pair, and no libtpu that is not known, or that takes back what Kaggle or Colab has"
     by = {k: {r.name: r for r in reqs(k)} for k in ('', *project['optional-dependencies'])}
+    assert {str(by[k][o].specifier) for o in ('torch','torch_xla') for k in ('xla','tpu','dev','bench')} == {'<2.10,>=2.8'}
     assert not {'torch_xla','torch_tpu','libtpu'} & by[''].keys() and all(by['']['torch'].specifier.contains(o) for o in ('2.8.0','2.9.1','2.11.0','2.15.0'))
     assert [{'torch_xla','torch_tpu'} & by[k].keys() for k in ('xla','tpu','torch_tpu','compile','stream')] == [{'torch_xla'}, {'torch_xla'}, {'torch_tpu'}, set(), set()]
     assert by['torch_tpu']['torch'].specifier.contains('2.13.0') and not by['torch_tpu']['torch'].specifier.contains('2.9.1')
@@ -242,124 +202,60 @@ def test_an_environment_keeps_its_stack():
         for nm,v in platforms.parse_pins('\n'.join(pins)).items():
             for extra,found in by.items():
                 if nm in found and extra!='torch_tpu': assert found[nm].specifier.contains(v), f'fastai_xla[{extra}] would change {nm} {v} on {where}: {found[nm]}'
-
-def test_verdicts_on_what_an_extra_resolves_to():
-    had = dict(torch='2.8.0', torch_xla='2.8.0', libtpu='0.0.17')
-    assert platforms.judge(had, dict(torch='2.8.0'), 'stream')==('unchanged', True)
-    assert platforms.judge(had, dict(torch='2.9.1', libtpu='0.0.21'), 'tpu')==('changed: torch, libtpu', False)
-    assert platforms.judge({}, dict(torch='2.9.1', torch_xla='2.8.1'), 'xla')==('no pair', False)
-    assert platforms.judge({}, dict(torch='2.9.1', torch_xla='2.9.0'), 'xla')==('fits', True)
-    assert platforms.judge(had, dict(torch='2.13.0', torch_tpu='0.2.0'), 'torch_tpu')[1]
-    assert platforms.parse_pins('torch-xla==2.9.0\n    # via x\nlibtpu==0.0.21.1 ; a\nfsspec[http]==2025.5\n')==dict(torch_xla='2.9.0', libtpu='0.0.21.1', fsspec='2025.5')
-
-@pytest.mark.parametrize('system,machine,python,wanted', [('linux','x86_64','3.11',True), ('linux','x86_64','3.14',False),
-    ('linux','aarch64','3.11',False), ('darwin','arm64','3.11',False), ('win32','AMD64','3.11',False)])
-def test_torch_xla_is_asked_for_where_it_exists(system, machine, python, wanted):
-    env = dict(sys_platform=system, platform_machine=machine, python_version=python, extra='')
-    r, = [o for o in reqs('xla') if o.name=='torch_xla']
-    assert r.marker.evaluate(env) == wanted
-
-def test_oldest_constraints():
-    low = {r.name: Version(s.version) for r in reqs()+reqs('dev') for s in r.specifier if s.operator=='>='}
-    oldest = [Requirement(o) for o in (root/'constraints-oldest.txt').read_text().splitlines() if o and not o.startswith('#')]
-    assert {r.name for r in reqs()} <= {r.name for r in oldest}
-    for r in oldest: assert str(r.specifier).startswith('==') and Version(str(r.specifier)[2:]) == low[r.name], f'{r} is not the lower bound'
-
-def test_installed_versions_are_admitted():
-    for r in reqs():
-        if not r.marker or r.marker.evaluate(): assert r.specifier.contains(version(r.name)), f'{r}, found {version(r.name)}'
+    for env,wanted in ((('linux','x86_64','3.11'),True), (('linux','x86_64','3.14'),False), (('linux','aarch64','3.11'),False), (('darwin','arm64','3.11'),False)):
+        assert by['xla']['torch_xla'].marker.evaluate(dict(zip(('sys_platform','platform_machine','python_version'), env), extra=''))==wanted, env
 
 def test_pythons_are_the_same_everywhere():
-    workflow = (root/'.github/workflows/test.yaml').read_text()
-    assert re.search(r'python: \[(.+)\]', workflow)[1] == ', '.join(f"'{o}'" for o in pythons)
-    assert re.findall(r'\bpython(3\.\d+)', re.search(r'^CANDIDATES.*', (root/'Makefile').read_text(), re.M)[0]) == pythons[::-1]
-    assert f"(3,{pythons[0][2:]}) <= sys.version_info[:2] <= (3,{pythons[-1][2:]})" in (root/'tools/find_python.sh').read_text()
-    assert f'Python {pythons[0]} to {pythons[-1]}' in (root/'README.md').read_text()
-
-def test_license():
-    text = (root/'LICENSE').read_text()
-    assert 'Apache License' in text and 'Version 2.0, January 2004' in text and 'END OF TERMS AND CONDITIONS' in text
+    assert re.search(r'python: \[(.+)\]', read('.github/workflows/test.yaml'))[1] == ', '.join(f"'{o}'" for o in pythons)
+    assert re.findall(r'\bpython(3\.\d+)', re.search(r'^CANDIDATES.*', read('Makefile'), re.M)[0]) == pythons[::-1]
+    assert f"(3,{pythons[0][2:]}) <= sys.version_info[:2] <= (3,{pythons[-1][2:]})" in read('tools/find_python.sh')
+    assert f'Python {pythons[0]} to {pythons[-1]}' in read('README.md')
 
 # ---- Makefile and tools
 
-def test_make_help_lists_every_target():
-    targets = re.search(r'^\.PHONY: (.+)', (root/'Makefile').read_text(), re.M)[1].split()
+def test_targets():
+    "`make help` lists every one, and workflows call those that exist"
+    targets = {*re.search(r'^\.PHONY: (.+)', read('Makefile'), re.M)[1].split()}
     res = run('make', '-s', 'help', cwd=root)
-    assert set(re.findall(r'^make (\S+)', res.stdout, re.M)) == set(targets) - {'help'}, res.stderr
-
-def test_workflows_call_targets_that_exist():
-    targets = re.search(r'^\.PHONY: (.+)', (root/'Makefile').read_text(), re.M)[1].split()
+    assert set(re.findall(r'^make (\S+)', res.stdout, re.M)) == targets - {'help'}, res.stderr
     for path in sorted((root/'.github/workflows').glob('*')):
         text = path.read_text()
         listed = ' '.join(re.findall(r'\btarget: \[?([^]}\n]+)', text)).replace(',', ' ').split()
         called = re.findall(r'\bmake (\S+)', text.replace('${{ matrix.target }}', listed[0] if listed else '')) + listed
-        assert called and {*called}<={*targets}, f'{path.name}: {called}'
+        assert called and {*called}<=targets, f'{path.name}: {called}'
 
 def test_report_of_a_tpu():
     "The notebook that measures a TPU sends its report to the issue template that asks for it"
-    text = (root/'.github/ISSUE_TEMPLATE/tpu_report.yml').read_text()
-    asked, = re.findall(r'blob/main/(nbs/\S+\.ipynb)', text)
+    asked, = re.findall(r'blob/main/(nbs/\S+\.ipynb)', read('.github/ISSUE_TEMPLATE/tpu_report.yml'))
     assert 'issues/new?template=tpu_report.yml' in '\n'.join(map(src, load(root/asked)['cells']))
 
-def fake(folder, name, text):
-    "An executable `name` in `folder` that runs shell `text`"
-    (folder/name).write_text(f'#!/bin/sh\n{text}\n')
-    (folder/name).chmod(0o755)
-    return folder/name
-
 def test_find_python(tmp_path):
-    broken = fake(tmp_path, 'broken', 'echo "command not found" >&2; exit 127')
-    old = fake(tmp_path, 'old', 'printf 3.8.1; exit 1')
-    res = run(root/'tools/find_python.sh', broken, old, 'no-such-python', sys.executable)
+    def fake(nm, text):
+        (tmp_path/nm).write_text(f'#!/bin/sh\n{text}\n')
+        (tmp_path/nm).chmod(0o755)
+        return tmp_path/nm
+    bad = fake('broken', 'echo "command not found" >&2; exit 127'),fake('old', 'printf 3.8.1; exit 1')
+    res = run(root/'tools/find_python.sh', *bad, 'no-such-python', sys.executable)
     assert res.returncode==0 and Path(res.stdout.strip()) == Path(sys.executable)
-    res = run(root/'tools/find_python.sh', broken, old)
-    assert res.returncode==1 and not res.stdout
-    for o in ('broken(does not run)', 'old(3.8.1)', 'python3-venv', 'make PYTHON='): assert o in res.stderr
+    res = run(root/'tools/find_python.sh', *bad)
+    assert res.returncode==1 and not res.stdout and all(o in res.stderr for o in ('broken(does not run)', 'old(3.8.1)', 'python3-venv', 'make PYTHON='))
 
 @pytest.mark.slow
-def test_install_mends_an_interrupted_environment(tmp_path):
+def test_install_repairs_an_interrupted_environment(tmp_path):
     venv = tmp_path/'venv'
     def install(*args): return run(root/'tools/install.sh', venv, sys.executable, *args)
-    res = install('--help')  # pip does nothing and succeeds
-    assert res.returncode==0 and f'Making {venv}' in res.stdout and 'several GB' in res.stdout
+    assert f'Making {venv}' in install('--help').stdout # pip does nothing and succeeds
     (venv/'kept').touch()
     assert 'Making' not in install('--help').stdout and (venv/'kept').exists()
     (venv/'.installing').touch()  # what a killed run leaves behind
     assert 'Making' in install('--help').stdout and not (venv/'kept').exists() and not (venv/'.installing').exists()
-    res = install('--no-index', 'no-such-package')
-    assert res.returncode and 'pip could not install: --no-index no-such-package' in res.stderr and not (venv/'.installing').exists()
 
-def run_tests(tmp_path, *args, **files):
-    for name,text in files.items(): (tmp_path/f'test_{name}.py').write_text(text)
-    return run(sys.executable, root/'tools/run_tests.py', *args, *sorted(tmp_path.glob('test_*.py')))
+FILES = dict(good='import pytest\n@pytest.mark.slow\ndef test_1(): pass\ndef test_2(): pass', bad='def test_3(): assert 1==2',
+    died='import os, pytest\n@pytest.mark.slow\ndef test_4(): os.abort()', hung='import time, pytest\n@pytest.mark.slow\ndef test_5(): time.sleep(99)')
 
-def test_runner_counts(tmp_path):
-    res = run_tests(tmp_path, good='def test_1(): pass\ndef test_2(): pass', bad='def test_3(): assert 1==2')
-    assert res.returncode==1 and 'assert 1==2' in res.stdout
-    assert re.search(r'^===== 2 passed, 1 failed in \d+s =====$', res.stdout.splitlines()[-1])
-
-def test_runner_passes(tmp_path):
-    res = run_tests(tmp_path, good='def test_1(): pass')
-    assert res.returncode==0 and '1 passed, 0 failed' in res.stdout.splitlines()[-1]
-
-def test_runner_takes_a_level(tmp_path):
-    files = dict(both='import pytest\n@pytest.mark.slow\ndef test_1(): pass\ndef test_2(): pass', quick='def test_3(): pass')
-    for level,n in dict(test=2, slow=1, all=3).items(): assert f'{n} passed, 0 failed' in run_tests(tmp_path, f'--level={level}', **files).stdout.splitlines()[-1]
-
-@pytest.mark.slow
-def test_runner_sees_processes_that_die_hang_or_collect_nothing(tmp_path):
-    files = dict(died='import os\ndef test_1(): os.abort()', hung='import time\ndef test_2(): time.sleep(99)', empty='')
-    res = run_tests(tmp_path, '--timeout=10', **files)
-    assert res.returncode==1 and '0 passed, 0 failed, 3 error' in res.stdout.splitlines()[-1] and 'no end after 10 s' in res.stdout
-
-def test_promises():
-    "Each has a test, in the target that the table says"
-    table = (root/'CONTRIBUTING.md').read_text().split('## What users are promised')[1].split('\n## ')[0]
-    quick,slow,_ = table.split('| **`make ')
-    def tests(text): return re.findall(r'`((?:torch_tpu/)?test_\w+\.py)::(\w+)`', text)
-    for file,name in tests(table):
-        text = (root/'tests'/file).read_text()
-        assert f'def {name}(' in text, name
-        marks = text.split(f'def {name}(')[0].rpartition('\n\n')[2]
-        always = 'pytestmark = pytest.mark.slow' in text or any(o.strip() in ('@slow','@pytest.mark.slow') for o in marks.splitlines())
-        assert always==((file,name) in tests(slow)), name
+@pytest.mark.parametrize('level,said', [('test','1 passed, 1 failed in'), pytest.param('all', '2 passed, 1 failed, 2 error in', marks=pytest.mark.slow)])
+def test_runner(tmp_path, level, said):
+    "It counts what passes and fails, and sees processes that die or hang; a level takes some"
+    for nm,text in FILES.items(): (tmp_path/f'test_{nm}.py').write_text(text)
+    res = run(sys.executable, root/'tools/run_tests.py', f'--level={level}', '--timeout=10', *sorted(tmp_path.glob('test_*.py')))
+    assert res.returncode==1 and 'assert 1==2' in res.stdout and f'===== {said}' in res.stdout.splitlines()[-1], res.stdout

@@ -135,34 +135,26 @@ def same(a, b, at=''):
     else: assert a==b, f'{at}: {b!r} instead of {a!r}'
 
 @pytest.mark.parametrize('form', FORMS)
-def test_every_event_and_number(told, form):
-    plain,got = told['plain notes'],told[f'{form} notes']
+def test_told(told, form):
+    "Every event and number; TensorBoard and W&B with their defaults (fastai's callback fails in plain fastai without the patch of `init_args`)"
+    notes,board,bias = [[told[f'{o} {k}'] for o in ('plain',form)] for k in ('notes','tensorboard','weights_and_biases')]
+    plain,got = notes
     assert len(plain['seen'])==2+2*(6+2*8+5*4) and plain['csv'][0]==['epoch','train_loss','valid_loss','accuracy','samples'], 'two epochs of 2 and 5 batches'
-    same(plain['seen'], got['seen'])
-    same([[float(o) for o in r] for r in plain['csv'][1:]], [[float(o) for o in r] for r in got['csv'][1:]])
-    same([plain['graph'], plain['lrs']], [got['graph'], got['lrs']])
+    same(*[[o['seen'], [[float(v) for v in r] for r in o['csv'][1:]], o['graph'], o['lrs']] for o in notes])
+    plain,got = board
+    assert plain['graph'] and [*plain['images'].values()]==[[2,4]] and {'train_loss','valid_loss','accuracy','samples','lr_0','lr_1'} <= plain['scalars'].keys()
+    same(plain, got)
+    plain,got = bias
+    assert [k in o for o in plain for k in ('raw_loss','valid_loss')]==[True,False,True,True]*2 and {'lr_0','mom_1'} <= plain[0].keys()
+    assert any(k.startswith('Prediction_Samples') for k in plain[-1])
+    same([sorted(o) for o in plain], [sorted(o) for o in got])
+    same(*[[{k: v for k,v in o.items() if not k.startswith(('_','train_samples','Prediction'))} for o in rows] for rows in bias])
+    assert all(0<o['train_samples_per_sec']<8/.02 for rows in bias for o in rows if 'train_samples_per_sec' in o), 'a batch of 8 takes 20 ms'
 
 @pytest.mark.parametrize('form', FORMS)
 def test_meter_and_profiler(told, form):
     "They add up alike with each strategy, and the line is under the table of the notebook"
-    assert [o[-1] for o in told['plain notes']['csv'][1:]]==['16','32']
     total,lines,profile = (told[f'{form} notes'][k] for k in ('meter','lines','profile'))
     assert len(profile)==3 and min(profile)>0
     assert (total['steps'],total['samples'])==(4,32) and total['core_seconds']==pytest.approx(total['seconds']*(1 if form=='tpu' else N))
     assert len(lines)==1 and lines[0].startswith('CPU: ' if form=='tpu' else f'{N}x CPU: ') and 'in all 32 samples, ' in lines[0], lines
-
-@pytest.mark.parametrize('form', FORMS)
-def test_tensorboard_with_its_defaults(told, form):
-    plain,got = told['plain tensorboard'],told[f'{form} tensorboard']
-    assert plain['graph'] and [*plain['images'].values()]==[[2,4]] and {'train_loss','valid_loss','accuracy','samples','lr_0','lr_1'} <= plain['scalars'].keys()
-    same(plain, got)
-
-@pytest.mark.parametrize('form', FORMS)
-def test_weights_and_biases_with_its_defaults(told, form):
-    "fastai's callback fails in plain fastai without the patch of `init_args`"
-    plain,got = told['plain weights_and_biases'],told[f'{form} weights_and_biases']
-    assert [k in o for o in plain for k in ('raw_loss','valid_loss')]==[True,False,True,True]*2 and {'lr_0','mom_1'} <= plain[0].keys()
-    assert any(k.startswith('Prediction_Samples') for k in plain[-1])
-    same([sorted(o) for o in plain], [sorted(o) for o in got])
-    same(*[[{k: v for k,v in o.items() if not k.startswith(('_','train_samples','Prediction'))} for o in rows] for rows in (plain, got)])
-    assert all(0<o['train_samples_per_sec']<8/.02 for rows in (plain, got) for o in rows if 'train_samples_per_sec' in o), 'a batch of 8 takes 20 ms'

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 from fastai.callback.tracker import EarlyStoppingCallback
 from fastcore.all import noop
-from ..runtime.args import check_bool, check_choice, check_int, check_number, check_path
+from ..runtime.args import check_bool, check_int, check_number, check_path
 from ..runtime.device import xla_device, xm
 from ..runtime.ranks import from_main, gather_objects, host_index, is_main, n_hosts, rank, world_size
 from ..runtime.signals import first_signal
@@ -29,10 +29,9 @@ from ..distributed.progress import StopOnRequest
 from ..distributed.learner import TPUPoolTrainer
 from ..sharding.data_parallel import TPUDataParallelTrainer
 from ..sharding.trainer import TPUShardedTrainer
-from .storage import check_shared, DamagedCheckpoint, open_checkpoint
+from .storage import check_shared, DamagedCheckpoint
 from .model import load_state, ModelCopy
-from .train_state import capture_state, check_differences, differences, hypers_of, loader_state, note_all_made, read_state, restore_state, set_loader_state
-from .train_state import settings_of
+from .train_state import capture_state, check_differences, differences, hypers_of, loader_state, read_state, restore_state, set_loader_state, settings_of
 from .manager import Checkpoint, CheckpointManager, KeepPolicy, Position
 
 # %% ../../nbs/790_checkpoint.callback.ipynb #plan
@@ -105,22 +104,19 @@ class TPUCheckpoint(XLACallback):
         mode:str=None, # 'min' or 'max'; None: 'min' for losses and errors
         load_best:bool=False, # Give the Learner the best weights at the end of a fit? The best one stays then
         asynchronous:bool=True, # Write in a thread, while training goes on?
-        on_error:str='raise', # What to do if one cannot be written: 'raise' or 'warn'
         resume_from=None, # Checkpoints of another training, to resume from where `path` has none
-        init_from=None, # A checkpoint or the checkpoints of another training, to begin with its weights where there is nothing to resume from
     ):
         for k,v in dict(resume=resume, load_best=load_best, asynchronous=asynchronous).items(): check_bool(k, v)
         for k,v in dict(keep_best=keep_best, keep_every=keep_every).items(): check_int(k, v, at_least=0)
-        for k,v in dict(resume_from=resume_from, init_from=init_from).items(): check_path(k, v, none=True)
+        check_path('resume_from', resume_from, none=True)
         check_int('keep', keep, at_least=1)
         check_int('every', every, at_least=1, none=True)
         check_int('epochs', epochs, at_least=0, none=True)
         check_number('minutes', minutes, above=0, none=True)
-        check_choice('on_error', on_error, ('raise','warn'))
         keep_best = max(keep_best, int(load_best))
-        self.manager = CheckpointManager(path, KeepPolicy(keep, keep_best, keep_every, monitor, mode), asynchronous, on_error)
+        self.manager = CheckpointManager(path, KeepPolicy(keep, keep_best, keep_every, monitor, mode), asynchronous)
         self.other = None if resume_from is None else CheckpointManager(resume_from)
-        self.every,self.minutes,self.wants_best,self.init_from = every,minutes,load_best,init_from
+        self.every,self.minutes,self.wants_best = every,minutes,load_best
         self.resume = resume or resume_from is not None
         self.epochs = int(keep_best>0 or not (every or minutes)) if epochs is None else epochs
         self.active,self.due,self.stopped = False,False,False # in a fit that is trained here? save at the next chance? stopped by Ctrl-C in a pool?
@@ -154,7 +150,6 @@ class TPUCheckpoint(XLACallback):
         if not pools and not self.learn._grab_cbs(TPUTrainer):
             raise ValueError("TPUCheckpoint needs the loaders of this package, which can resume in the middle of an epoch: call `learn.to_tpu()`, "
                 "`to_tpu_distributed()` or `to_tpu_sharded()`, or use fastai's SaveModelCallback.")
-        note_all_made(self.learn)
         self.hypers = hypers_of(self.learn.opt)
         self.plan = self._find_plan()
         if self.plan and self.plan.position.fit>self.run_record.fits: self._skip_fit(final)
@@ -173,7 +168,10 @@ class TPUCheckpoint(XLACallback):
         run = self.run_record
         found,run.id = from_main(lambda: (self.manager.newest() or self.other and self.other.newest(), run.id))
         self.settings = settings_of(self.learn, self._n_replicas())
-        if found is None: return self._start_fresh()
+        if found is None:
+            if not run.begun: _print_main(f"Starting from scratch: {self.manager.path} has no checkpoint")
+            run.begun = True
+            return None
         is_own = found.position.run_id==run.id
         if is_own and found.position<=Position(run.fits): return None # this Learner has written it, and is further
         if not self.resume:
@@ -188,17 +186,6 @@ class TPUCheckpoint(XLACallback):
         "The checkpoint that the main rank has opened, opened here too if this host does not see its files"
         if all(o.exists() for o in saved.files.values()): return saved
         return next(o for o in (self.manager, self.other) if o and o.place.has(saved.name)).place.open(saved.name)
-
-    def _start_fresh(self):
-        "Begin a training without a checkpoint: with the weights of `init_from`, or with the Learner as it is"
-        run = self.run_record
-        if run.fits or run.begun: return
-        run.begun = True
-        if self.init_from is None: return _print_main(f"Starting from scratch: {self.manager.path} has no checkpoint")
-        newest = CheckpointManager(self.init_from).newest()
-        saved = newest.saved if newest else open_checkpoint(self.init_from)
-        load_state(self.learn, saved, with_opt=False)
-        _print_main(f"Starting with the weights of {saved.path}")
 
     def _skip_fit(self, final):
         "Skip a fit that was done: load the state in which it, or a later fit, was saved"
@@ -216,7 +203,7 @@ class TPUCheckpoint(XLACallback):
     def _train_fit(self, f, rest):
         "Train a fit in this process, and save while it runs"
         self.active,self.due,self.stopped,self.n_done,self.saved_at = True,False,False,0,None
-        self._restart_clock()
+        self.clock = time.monotonic()
         self.asks_for_stop = not self.learn._grab_cbs(StopOnRequest) # in a script's rank; the ranks of a Learner's pool have that callback
         try:
             with self.manager.opened(main=is_main()), _collected_signals() as self.signals:
@@ -286,7 +273,7 @@ class TPUCheckpoint(XLACallback):
         pos,was,fits = plan.position,plan.settings,self.run_record.fits
         if not learn._grab_cbs(TPUPoolTrainer): getattr(self.dls, 'n_inp', None) # at first fastai draws a sample for it: not after the restore
         load_state(learn, plan.saved)
-        loaders,stays = restore_state(learn, self._read_state())
+        loaders = restore_state(learn, self._read_state())
         if not pos.batch: set_loader_state(learn, loaders)
         if pos.fit!=fits: # a later fit, of which this one is a part
             if pos!=Position(pos.fit): set_hypers(learn.opt, was['hypers'])
@@ -298,7 +285,6 @@ class TPUCheckpoint(XLACallback):
         if was['epochs']!=learn.n_epoch and pos.batch: learn.pct_train = (pos.epoch+pos.batch/len(learn.dl))/learn.n_epoch
         _print_main(f"Resuming at epoch {pos.epoch}, batch {pos.batch}, from {plan.saved.path}")
         if plan.line: _print_main(plan.line)
-        if stays: _print_main(f"As you have written it now, though training had changed it: {', '.join(stays)}")
         self.plan = None
 
     def _load_best(self):
@@ -309,10 +295,6 @@ class TPUCheckpoint(XLACallback):
         _print_main(f"The best weights are those of {best.saved.name}: {self.manager.keep.monitor} {best.saved.info['metric']:.6g}")
 
     # ---- save
-
-    def _restart_clock(self):
-        "Count minutes from now; `next_look` is the count of batches at which the clock is looked at"
-        self.clock = SimpleNamespace(start=time.monotonic(), batches=0, next_look=1)
 
     def _monitored_value(self, pos):
         "The value of `monitor`, if `pos` is the end of an epoch; else None"
@@ -335,7 +317,7 @@ class TPUCheckpoint(XLACallback):
         manager,run = self.manager,self.run_record
         if pos==self.saved_at: return # two reasons to save, such as `every` and a signal, can meet
         pos = self.saved_at = replace(pos, run_id=run.id, n_ranks=world_size())
-        self._restart_clock()
+        self.clock = time.monotonic()
         with _kept_device_rng():
             states,tokens = zip(*gather_objects((self._capture_state(), uuid.uuid4().hex[:8])))
             copy = ModelCopy(self.learn, at_once=manager.asynchronous or world_size()>1)
@@ -376,15 +358,11 @@ class TPUCheckpoint(XLACallback):
         self._exit_after_signal()
 
     def _are_minutes_over(self):
-        "Are the minutes over? By the main rank's clock, which is asked for at few batches, as that makes ranks wait for each other"
-        if not self.minutes: return False
-        c = self.clock
-        c.batches += 1
-        if c.batches<c.next_look: return False
-        with _kept_device_rng(): past = from_main(lambda: time.monotonic()-c.start)
-        left = c.batches*(60*self.minutes/max(past, 1e-6)-1) # batches that fit into the rest of the time, at the speed so far
-        c.next_look = c.batches + max(1, int(left/2))
-        return past>=60*self.minutes
+        "Are the minutes over? By the main rank's clock, which ranks ask for at every tenth batch, as that makes them wait for each other"
+        if not self.minutes or world_size()>1 and self.train_iter%10: return False
+        def over(): return time.monotonic()-self.clock>=60*self.minutes
+        if world_size()==1: return over()
+        with _kept_device_rng(): return from_main(over)
 
     def after_epoch(self):
         if not self.active or self.epoch+1>=self.n_epoch: return

@@ -79,11 +79,10 @@ class CheckpointManager:
         path, # A folder, or an address such as 'gs://bucket/run'; made with the first checkpoint
         keep=2, # Number of checkpoints that stay, the newest ones, or a `KeepPolicy`
         asynchronous:bool=True, # Write in a thread?
-        on_error:str='raise', # What to do if one cannot be written: 'raise' or 'warn'
     ):
         self.place = CheckpointDir(check_path('path', path))
         self.keep = keep if isinstance(keep, KeepPolicy) else KeepPolicy(check_int('keep', keep, at_least=1))
-        self.asynchronous,self.on_error,self.path = asynchronous,on_error,self.place.path
+        self.asynchronous,self.path = asynchronous,self.place.path
         self.damaged,self.thread,self.error,self.warned,self.check_lock = set(),None,None,False,noop
 
     def __getstate__(self): return {**vars(self), 'thread': None, 'check_lock': noop}
@@ -179,5 +178,5 @@ class CheckpointManager:
         names = self.names()
         newest = f"The newest good one is {names[-1]}." if names else "There is none."
         msg = f"A checkpoint could not be written to {self.path} ({type(e).__name__}: {e}). {newest}"
-        if not failed and (self.on_error=='raise' or isinstance(e, InUse)): raise CheckpointError(f"{msg} `on_error='warn'` would train on.") from e
-        warnings.warn(msg if failed else f"{msg} Training continues.")
+        if not failed: raise CheckpointError(msg) from e
+        warnings.warn(msg)
