@@ -69,7 +69,7 @@ class Ticks:
         self.times.append(dict(wall=time.perf_counter(), host=time.thread_time()))
     def result(self, cores=1):
         "Times of each step before the middle, and the means of the counts after it; of one of `cores` that share a process"
-        from fastai_xla.monitor.stats import usual_step
+        from fastai_xla.monitor.profile import usual_step
         first,*rows = self.rows.values()
         counts = {k: v/cores for k,v in usual_step([b-a for a,b in zip(rows, rows[1:])], 0).items() if k in COUNTS}
         timed = self.times[WARM+1:self.middle]

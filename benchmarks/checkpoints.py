@@ -16,7 +16,7 @@ from fastai.basics import *
 from fastai.callback.all import *
 from fastai_xla.all import *
 from fastai_xla.checkpoint.callback import plan_resume
-from fastai_xla.checkpoint.manager import CheckpointManager
+from fastai_xla.checkpoint.storage import CheckpointManager
 from fastai_xla.checkpoint.safe import Undecodable
 from fastai_xla.checkpoint.storage import CheckpointDir
 from fastai_xla.checkpoint.train_state import read_state, restore_state
@@ -68,7 +68,7 @@ def attack(run, name, file, damage, rng, learn, before):
     try:
         damage(copy/file, rng)
         with contextlib.redirect_stdout(out): found = CheckpointManager(run).newest()
-        if found is None or found.saved.name==name or not same(load(learn, found.saved), before): return 'silently wrong', out.getvalue()
+        if found is None or found.name==name or not same(load(learn, found), before): return 'silently wrong', out.getvalue()
         try: learn.load_sharded(copy)
         except (DamagedCheckpoint, FileNotFoundError) as e: pass
         else: return 'silently wrong', 'load_sharded'
@@ -166,8 +166,8 @@ def try_attack(f, good, learn, d):
     def resume():
         with contextlib.redirect_stdout(io.StringIO()): found = CheckpointManager(run).newest()
         plan_resume(found, settings, found.position.fit)
-        load_state(learn, found.saved)
-        restore_state(learn, read_state(learn, found.saved.files['train_state/00000.pt']))
+        load_state(learn, found)
+        restore_state(learn, read_state(learn, found.files['train_state/00000.pt']))
     return mark.exists(), said(lambda: learn.load_sharded(run/good.name)), said(resume), mark.exists()
 
 def malicious_table():
@@ -175,7 +175,7 @@ def malicious_table():
     with tempfile.TemporaryDirectory() as d:
         make('to_tpu', d)
         manager,learn = CheckpointManager(f'{d}/run'),learner().to_tpu()
-        good = manager.newest().saved
+        good = manager.newest()
         for name,f in attacks().items():
             _,loaded,resumed,ran = try_attack(f, good, learn, f'{d}/attacked')
             n += ran

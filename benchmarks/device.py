@@ -91,7 +91,7 @@ def our_program(w):
     "Our training step"
     import fastai_xla.all
     from fastai_xla.launch.launcher import pack_run
-    from fastai_xla.aot.hlo import tpu_collectives
+    from fastai_xla.aot.libtpu import tpu_collectives
     from fastai_xla.aot.trace import CompileJob, trace_phase
     from fastai_xla.runtime.device import make_programs_for
     make_programs_for('TPU')
@@ -112,7 +112,7 @@ def asked(python, *args):
 
 def jax_program(name, python):
     "JAX's step, of a model that has as many parameters as ours"
-    from fastai_xla.aot.hlo import hlo_message
+    from fastai_xla.aot.libtpu import hlo_message
     with tempfile.TemporaryDirectory() as d:
         n,own = int(asked(python, name, f'{d}/hlo')),n_params(works[name])
         if n!=own: sys.exit(f"JAX's model of {name} has {n} parameters and ours {own}, so their steps cannot be compared: mend it in jax_twins.py.")
@@ -144,7 +144,7 @@ def counts(names, python):
 def sampled(size, kind, cache, bs=16):
     "What the compiler says of the bilinear sampling of a batch, by 'look-ups', or of 'numbers' or 'bytes' by products, over whole images or by 'tiles of' them"
     import torch
-    from fastai_xla.aot.hlo import hlo_message
+    from fastai_xla.aot.libtpu import hlo_message
     from fastai_xla.aot.libtpu import ProgramCache
     from fastai_xla.aot.report import ProgramReport
     from fastai_xla.aot.plan import tpu_slice

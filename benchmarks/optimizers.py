@@ -14,7 +14,7 @@ from fastai.basics import *
 from fastai.callback.schedule import ParamScheduler, SchedCos
 from fastai.optimizer import Lamb, Larc, QHAdam, ranger, RMSProp
 from fastai_xla.all import *
-from fastai_xla.monitor.stats import usual_step
+from fastai_xla.monitor.profile import usual_step
 from fastai_xla.runtime.transfer import to_host
 from fastcore.script import call_parse
 

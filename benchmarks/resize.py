@@ -30,7 +30,7 @@ def main(
     import fastai_xla.all
     from torch._decomp import decomposition_table
     from torch.nn import functional as F
-    from fastai_xla.aot.hlo import hlo_message
+    from fastai_xla.aot.libtpu import hlo_message
     from fastai_xla.aot.libtpu import TPUCompiler
     from fastai_xla.aot.report import ProgramReport
     from fastai_xla.aot.plan import tpu_slice

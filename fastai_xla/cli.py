@@ -115,7 +115,7 @@ def _bench(a):
     if a.json and not a.json.resolve().parent.is_dir(): a.error(f'There is no folder {a.json.parent} for {a.json.name}')
     learn = _made_learner(a)
     from fastai_xla.patches.learner import xla_callbacks
-    from fastai_xla.monitor.stats import train_batches, XLAStats
+    from fastai_xla.monitor.profile import train_batches, XLAStats
     stats = XLAStats()
     if all(cb.tfm_placement is None for cb in xla_callbacks(learn)): learn.to_tpu(strict=a.strict)
     train_batches(learn, a.batches, stats)

@@ -10,7 +10,7 @@ from fresh import free_port
 from fastai.basics import Callback
 from fastai.callback.tracker import TerminateOnNaNCallback
 from fastai_xla.all import *
-from fastai_xla.checkpoint.manager import CheckpointManager, Position
+from fastai_xla.checkpoint.storage import CheckpointManager, Position
 from fastai_xla.checkpoint.storage import CheckpointDir, folder_lock, InUse
 
 def fit(cbs=(), epochs=1, width=64):
@@ -44,7 +44,7 @@ def test_damages(trained):
     assert sum(res.values())==25 and {o for _,o in res}=={'fell back'}, res
 
 def test_nothing_is_executed(trained, tmp_path):
-    good,learn = CheckpointManager(trained/'run').newest().saved,bench.learner().to_tpu()
+    good,learn = CheckpointManager(trained/'run').newest(),bench.learner().to_tpu()
     for name,f in bench.attacks().items():
         _,loaded,resumed,ran = bench.try_attack(f, good, learn, tmp_path)
         assert not ran and not loaded.startswith('bare') and not resumed.startswith('bare'), (name, loaded, resumed)
@@ -145,7 +145,7 @@ def test_killed_in_a_write(where, tmp_path, monkeypatch):
         left[0] = 0
         seen.add(manager.newest() is not None) # and no error says that there are only damaged ones
         save()
-        assert manager.newest().saved.files['a'].read_text()=='first'
+        assert manager.newest().files['a'].read_text()=='first'
         if done: break
     assert n>3 and seen=={False,True}
 

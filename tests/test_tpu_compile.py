@@ -96,7 +96,7 @@ def test_layouts_of_arguments():
 
 layouts = """
 import torch
-from fastai_xla.aot.hlo import hlo_message
+from fastai_xla.aot.libtpu import hlo_message
 from fastai_xla.aot.plan import tpu_slice
 from fastai_xla.aot.libtpu import TPUCompiler
 from fastai_xla.train.steppers import _pinning, tpu_layout

@@ -2,7 +2,7 @@
 import os, re, signal, subprocess
 from shutil import rmtree
 import pytest
-from fastai_xla.checkpoint.manager import CheckpointManager
+from fastai_xla.checkpoint.storage import CheckpointManager
 from forks import Forked
 from fresh import repo, run, run_ok
 

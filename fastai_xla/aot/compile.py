@@ -26,8 +26,7 @@ from ..distributed.state import without_cbs
 from ..distributed.learner import TPUPoolTrainer
 from ..checkpoint.callback import TPUCheckpoint
 from .plan import tpu_slice
-from .hlo import hlo_message
-from .libtpu import CompileError, find_libtpu, MemoryUse
+from .libtpu import CompileError, find_libtpu, hlo_message, MemoryUse
 from .report import ProgramReport, step_names, tpu_advice, TPUReport
 from .trace import compile_phases, compile_strategies, CompileJob
 
@@ -131,12 +130,6 @@ def _check_space(folder):
     if free<_needed: raise OSError(errno.ENOSPC, f"Programs are written to {folder.parent}, which has {size_text(free)} left, and {size_text(_needed)} are "
         "needed: free some space, or set TMPDIR to a folder on another disk")
 
-def _stacks(p, folder):
-    "Where the threads of a child that traces stand"
-    os.killpg(p.pid, signal.SIGUSR1)
-    time.sleep(1)
-    return ''.join(o.read_text(errors='replace') for o in folder.glob('*/stacks.txt'))
-
 def _wait(p, folder, limit, show):
     start,last,file = time.time(),None,folder/'stage.txt'
     while p.poll() is None:
@@ -145,7 +138,7 @@ def _wait(p, folder, limit, show):
         if show and stage!=last: print(f'\r{stage:<30}', end='', flush=True)
         last = stage
         if time.time()-start>limit: raise TimeoutError(f"{stage} took longer than the time limit of {limit} s: give more by `limit=`, or use `fast=True`, "
-            f"which compiles in a fifth of the time for memory and errors only.\n{_stacks(p, folder)}")
+            "which compiles in a fifth of the time for memory and errors only.")
         time.sleep(.1)
     if show: print('\r'+' '*30+'\r', end='')
 

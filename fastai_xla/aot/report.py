@@ -15,8 +15,7 @@ from html import escape
 from typing import NamedTuple
 from ..runtime.table import paragraphs, size_text, RowTable
 from .plan import TPUSlice
-from .hlo import module_of, program_calls, shape_text
-from .libtpu import MemoryUse
+from .libtpu import MemoryUse, module_of, program_calls, shape_text
 
 # %% ../../nbs/930_aot.report.ipynb #kind
 _costly = 'convolution','dot','gather','scatter','reduce-window','select-and-scatter','sort','rng-bit-generator','reduce'

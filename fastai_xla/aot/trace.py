@@ -6,11 +6,10 @@ Docs: https://fastai-xla.github.io/fastai_xla/aot.trace.html.md"""
 
 # %% auto #0
 __all__ = ['compile_phases', 'compile_strategies', 'ModuleScopes', 'ProgramRun', 'ProgramLog', 'state_bytes', 'LastOfStep',
-           'StepRecorder', 'WriteRefused', 'refuse_writes', 'CompileJob', 'load_on_host', 'trace_phase',
-           'compile_program', 'run_job']
+           'StepRecorder', 'CompileJob', 'load_on_host', 'trace_phase', 'compile_program', 'run_job']
 
 # %% ../../nbs/940_aot.trace.ipynb #imports
-import faulthandler, json, math, os, pickle, re, signal, sys, tempfile, threading, time, traceback
+import json, math, os, pickle, re, signal, threading, time, traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -33,8 +32,7 @@ from ..launch.serialization import Received
 from ..launch.worker import apply_caller_setup, unpack_call
 from ..sharding.trainer import MeshTrainer
 from .plan import tpu_slice
-from .hlo import module_of, read_program, shape_text, tpu_collectives
-from .libtpu import CompileError, ProgramCache
+from .libtpu import CompileError, module_of, ProgramCache, read_program, shape_text, tpu_collectives
 
 # %% ../../nbs/940_aot.trace.ipynb #scopes
 def _grad_fns(ts): return [t.grad_fn for t in tree_leaves(ts) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
@@ -220,29 +218,6 @@ class StepRecorder(Callback):
         tmp.write_text(json.dumps(what))
         tmp.rename(self.folder/name)
 
-# %% ../../nbs/940_aot.trace.ipynb #writes
-class WriteRefused(PermissionError):
-    "Something of the user's was about to be written"
-
-_writing = os.O_WRONLY|os.O_RDWR|os.O_CREAT|os.O_TRUNC|os.O_APPEND
-_n_paths = {'open': 1, 'os.remove': 1, 'os.rmdir': 1, 'os.mkdir': 1, 'os.rename': 2}
-
-def refuse_writes(
-    folder, # But here
-):
-    "Have this process raise `WriteRefused` where Python would write or remove a file; cannot be undone"
-    folder = os.path.realpath(folder)
-    sys.dont_write_bytecode,tempfile.tempdir,os.environ['TMPDIR'] = True,folder,folder
-    def check(event, args):
-        if event not in _n_paths or event=='open' and not args[2]&_writing: return
-        for o in args[:_n_paths[event]]:
-            if isinstance(o, int) or isinstance(args[-1], int) and args[-1]>=0 and event!='open': continue # a file or folder that is open
-            if not f'{os.path.realpath(o)}/'.startswith((f'{folder}/', '/dev/', '/proc/')):
-                raise WriteRefused(f"{os.path.realpath(os.fsdecode(o))} would have been written. A compile runs a batch or two with your callbacks, "
-                    "and writes nothing of yours: leave out what writes, as in `with learn.removed_cbs(learn.logs): learn.compile_for(...)`, "
-                    "or open what is only read for reading")
-    sys.addaudithook(check)
-
 # %% ../../nbs/940_aot.trace.ipynb #job
 compile_phases = 'train','valid'
 compile_strategies = 'tpu','distributed','ranks','sharded'
@@ -324,9 +299,7 @@ def _trace(job, run, folder, phase):
 def _fork_tracer(job, run, folder, phase):
     pid = os.fork()
     if pid: return pid
-    faulthandler.register(signal.SIGUSR1, (folder/'stacks.txt').open('w')) # for the error at the time limit
     try:
-        refuse_writes(folder.parent)
         ProgramLog(folder).start()
         torch_xla._XLAC._set_ir_debug(True)
         with Received(), _scopes: _trace(job, run, folder, phase)
@@ -393,7 +366,6 @@ def run_job(
     folder, # With `job.json` and `learner.pkl`
 ):
     "Trace the steps, compile them, and write what the compiler says beside the job"
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     folder,traced = Path(folder),{}
     job,run = CompileJob(**json.loads((folder/'job.json').read_text())),pickle.loads((folder/'learner.pkl').read_bytes())
     make_programs_for('TPU')

@@ -29,10 +29,9 @@ from ..distributed.progress import StopOnRequest
 from ..distributed.learner import TPUPoolTrainer
 from ..sharding.data_parallel import TPUDataParallelTrainer
 from ..sharding.trainer import TPUShardedTrainer
-from .storage import check_shared, DamagedCheckpoint
+from .storage import check_shared, CheckpointManager, DamagedCheckpoint, KeepPolicy, Position, Saved
 from .model import load_state, ModelCopy
 from .train_state import capture_state, check_differences, differences, hypers_of, loader_state, read_state, restore_state, set_loader_state, settings_of
-from .manager import Checkpoint, CheckpointManager, KeepPolicy, Position
 
 # %% ../../nbs/790_checkpoint.callback.ipynb #plan
 class ResumePlan(NamedTuple):
@@ -46,12 +45,12 @@ class ResumePlan(NamedTuple):
 _early_stopping = EarlyStoppingCallback.__name__ # recorded as what ended a fit; `'cut'` is any other `CancelFitException`
 
 def plan_resume(
-    found:Checkpoint, # The newest there is
+    saved:Saved, # The newest checkpoint there is
     now:dict, # `settings_of` the fit that is to run
     fits:int, # Number of fits that this run of the script has done or skipped so far
 ):
     "The `ResumePlan` for the fit that is to run; raises if it cannot resume there"
-    saved,pos = found
+    pos = saved.position
     try: plan = ResumePlan(saved, pos, **json.loads(saved.files['settings.json'].read_text()))
     except (KeyError, TypeError, ValueError) as e: raise DamagedCheckpoint(f'The checkpoint {saved.path} has no settings ({type(e).__name__}: {e})') from e
     was,remedy = plan.settings,'run what was run before, or choose another folder.'
@@ -175,10 +174,9 @@ class TPUCheckpoint(XLACallback):
         is_own = found.position.run_id==run.id
         if is_own and found.position<=Position(run.fits): return None # this Learner has written it, and is further
         if not self.resume:
-            raise FileExistsError(f"{self.manager.path} has checkpoints of {'this' if is_own else 'another'} training, up to {found.saved.name}: "
+            raise FileExistsError(f"{self.manager.path} has checkpoints of {'this' if is_own else 'another'} training, up to {found.name}: "
                 "resume there with `resume_from`, or choose another folder.")
-        found = found._replace(saved=self._with_local_files(found.saved))
-        plan = plan_resume(found, self.settings, run.fits)
+        plan = plan_resume(self._with_local_files(found), self.settings, run.fits)
         run.id,run.begun = found.position.run_id,True
         return plan
 
@@ -291,8 +289,8 @@ class TPUCheckpoint(XLACallback):
         "Load the weights of the best checkpoint"
         self.manager.finish()
         if (best := from_main(self.manager.best)) is None: return
-        load_state(self.learn, self._with_local_files(best.saved), with_opt=False)
-        _print_main(f"The best weights are those of {best.saved.name}: {self.manager.keep.monitor} {best.saved.info['metric']:.6g}")
+        load_state(self.learn, self._with_local_files(best), with_opt=False)
+        _print_main(f"The best weights are those of {best.name}: {self.manager.keep.monitor} {best.info['metric']:.6g}")
 
     # ---- save
 

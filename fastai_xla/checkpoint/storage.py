@@ -1,4 +1,4 @@
-"""Checkpoint folders that exist whole or not at all, on a disk or in object storage, and a lock on them
+"""Checkpoint folders that exist whole or not at all, on a disk or in object storage, a lock on them, and which of a training's stay
 
 Docs: https://fastai-xla.github.io/fastai_xla/checkpoint.storage.html.md"""
 
@@ -6,17 +6,21 @@ Docs: https://fastai-xla.github.io/fastai_xla/checkpoint.storage.html.md"""
 
 # %% auto #0
 __all__ = ['manifest_name', 'DamagedCheckpoint', 'SkipCheckpoint', 'is_url', 'Saved', 'CheckpointDir', 'split_path',
-           'open_checkpoint', 'InUse', 'folder_lock', 'check_shared']
+           'open_checkpoint', 'InUse', 'folder_lock', 'check_shared', 'Position', 'Info', 'KeepPolicy',
+           'CheckpointError', 'CheckpointManager']
 
 # %% ../../nbs/730_checkpoint.storage.ipynb #imports
-import atexit, hashlib, json, os, re, shutil, socket, tempfile, threading, time, uuid
+import atexit, hashlib, json, math, os, re, shutil, socket, tempfile, threading, time, uuid, warnings
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
+from fastcore.all import noop
 from filelock import FileLock, Timeout
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
+from ..runtime.args import check_choice, check_int, check_path, check_type
 from ..runtime.device import xr
 from ..runtime.ranks import barrier, from_main, gather_objects, is_main, n_hosts, world_size
 
@@ -83,6 +87,11 @@ class Saved(NamedTuple):
     path:str # With the folder that it is in, perhaps an address
     files:dict # Local path of each file, by its name
     info:dict # What was said of it to `CheckpointDir.replacing`
+
+    @property
+    def position(self):
+        "The `Position` of a training in which it was written"
+        return Position(**self.info['position'])
 
 class CheckpointDir:
     "Checkpoints in the folder `path`, a local one or an address that fsspec knows, made with the first of them"
@@ -288,3 +297,163 @@ def check_shared(place):
     who = 'ranks' if n_hosts()==1 else 'hosts'
     raise ValueError(f"{place.path} must be one folder for all hosts, and what the main rank writes there is not seen by the {who} {blind}: "
         "name a folder that all hosts share, or an address such as 'gs://bucket/run'.")
+
+# %% ../../nbs/730_checkpoint.storage.ipynb #position
+@dataclass(frozen=True, order=True)
+class Position:
+    "How far a training is"
+    fit:int # Fits that are done
+    epoch:int=0 # Epochs of the next fit that are done
+    batch:int=0 # Training batches of its next epoch that are done
+    run_id:str=field(default='', compare=False) # Of the training
+    n_ranks:int=field(default=1, compare=False) # Replicas that trained
+
+    @property
+    def name(self):
+        "The name of the checkpoint"
+        return f'fit{self.fit:02}-epoch{self.epoch:04}-batch{self.batch:07}'
+
+# %% ../../nbs/730_checkpoint.storage.ipynb #keep
+class Info(NamedTuple):
+    "What is known of a checkpoint besides its position"
+    number:int # How many were written by then
+    metric:float|None=None # Of the epoch that it is the end of; None in the middle of one
+
+@dataclass
+class KeepPolicy:
+    "Which checkpoints are kept"
+    newest:int=2 # So many of the newest
+    best:int=0 # So many of the best by `monitor`
+    every:int=0 # Every n-th for good; 0: none
+    monitor:str='valid_loss' # A name in the Recorder's table
+    mode:str=None # 'min' or 'max'; None: 'min' for losses and errors
+
+    def __post_init__(self):
+        check_int('newest', self.newest, at_least=1)
+        for k in ('best','every'): check_int(k, getattr(self, k), at_least=0)
+        check_type('monitor', self.monitor, str, "a name in the Recorder's table")
+        check_choice('mode', self.mode, ('min','max',None))
+        self.sign = 1 if (self.mode or ('min' if 'loss' in self.monitor or 'error' in self.monitor else 'max'))=='min' else -1
+
+    def by_metric(self, infos):
+        "The names of those with a metric, the best first, of equal ones the newest; `infos` are `Info`s by name, oldest first"
+        rated = [k for k,o in infos.items() if o.metric is not None and math.isfinite(o.metric)]
+        return sorted(reversed(rated), key=lambda k: self.sign*infos[k].metric)
+
+    def stay(self, infos):
+        "The names of those that stay"
+        every = (k for k,o in infos.items() if self.every and o.number%self.every==0)
+        return {*list(infos)[-self.newest:], *self.by_metric(infos)[:self.best], *every}
+
+# %% ../../nbs/730_checkpoint.storage.ipynb #manager
+class CheckpointError(RuntimeError): "A checkpoint could not be written"
+
+_checkpoint_name = re.compile(r'fit\d+-epoch\d+-batch\d+')
+
+class CheckpointManager:
+    "The checkpoints of one training at `path`"
+    def __init__(self,
+        path, # A folder, or an address such as 'gs://bucket/run'; made with the first checkpoint
+        keep=2, # Number of checkpoints that stay, the newest ones, or a `KeepPolicy`
+        asynchronous:bool=True, # Write in a thread?
+    ):
+        self.place = CheckpointDir(check_path('path', path))
+        self.keep = keep if isinstance(keep, KeepPolicy) else KeepPolicy(check_int('keep', keep, at_least=1))
+        self.asynchronous,self.path = asynchronous,self.place.path
+        self.damaged,self.thread,self.error,self.warned,self.check_lock = set(),None,None,False,noop
+
+    def __getstate__(self): return {**vars(self), 'thread': None, 'check_lock': noop}
+
+    def _names(self): return [o for o in self.place.names() if _checkpoint_name.fullmatch(o)]
+
+    def infos(self):
+        "The `Info` of each checkpoint that was finished and not found damaged, by name, oldest first"
+        infos = {o: self.place.info(o) for o in self._names() if o not in self.damaged}
+        return dict(sorted([(k, Info(o['number'], o['metric'])) for k,o in infos.items() if 'number' in o], key=lambda o: o[1].number))
+
+    def names(self):
+        "The names of those checkpoints, oldest first"
+        return list(self.infos())
+
+    def _first_good(self, names):
+        "The first good one of `names`, a `Saved`, and what is wrong with those before it"
+        faults = []
+        for name in names:
+            try:
+                saved = self.place.open(name)
+                if saved.position: return saved,faults
+            except DamagedCheckpoint as e: faults.append(str(e))
+            except (KeyError, TypeError) as e: faults.append(f'The checkpoint {self.path}/{name} cannot be used: it has no position ({e})')
+            self.damaged.add(name)
+        return None,faults
+
+    def newest(self):
+        "The newest good checkpoint, None if there is none at all; those that are passed over are named"
+        self.damaged = set()
+        good = self.names()
+        others = {o: self.place.has(o) for o in self._names() if o not in good} # has their writing ended?
+        found,faults = self._first_good([*(o for o,ended in others.items() if ended), *reversed(good)])
+        said = [*faults, *(f'The checkpoint {self.path}/{o} was not finished: {manifest_name} is missing' for o,ended in others.items() if not ended)]
+        if found is None and faults:
+            raise DamagedCheckpoint(f"None of the checkpoints in {self.path} can be used. {'; '.join(said)}. "
+                "Bring one back from a copy, or begin anew in another folder.")
+        for o in said: print(f'{o}; passed over')
+        return found
+
+    def best(self):
+        "The best good checkpoint by what is monitored; None if none has a metric"
+        return self._first_good(self.keep.by_metric(self.infos()))[0]
+
+    @contextmanager
+    def opened(self,
+        main:bool=True, # Is this the host that keeps the folder?
+    ):
+        "A context in which no other training writes there, and at whose end all checkpoints are written"
+        with folder_lock(self.place) if main else nullcontext(noop) as self.check_lock:
+            try: yield
+            except BaseException:
+                self.finish(failed=True)
+                raise
+            self.finish()
+
+    def save(self,
+        position:Position, # Where the training is
+        write, # `write(folder)` writes the files
+        metric:float=None, # Of the epoch that ends here
+        **hosts, # `token`, `part` and `parts`, see `CheckpointDir.replacing`
+    ):
+        "Write a checkpoint, in a thread if `asynchronous`; waits for the one before it"
+        start = time.monotonic()
+        self.finish()
+        if (waited := time.monotonic()-start)>.5 and not self.warned:
+            self.warned = True
+            print(f"Training waited {waited:.1f} s for the checkpoint before this one: write them less often.")
+        self.thread = threading.Thread(target=self._try_write, args=(position, write, metric, hosts))
+        self.thread.start()
+        if not self.asynchronous: self.finish()
+
+    def _try_write(self, *args):
+        try: self._write(*args)
+        except SkipCheckpoint as e: print(f"{args[0].name} is not written: {e}.")
+        except Exception as e: self.error = e
+
+    def _write(self, position, write, metric, hosts):
+        self.check_lock()
+        info = Info(1+max([o.number for o in self.infos().values()], default=0), metric)
+        with self.place.replacing(position.name, dict(position=asdict(position), **info._asdict()), **hosts) as folder: write(folder)
+        if hosts.get('part'): return
+        self.damaged.discard(position.name)
+        stay = self.keep.stay(self.infos())
+        for o in self._names():
+            if o not in stay: self.place.remove(o)
+
+    def finish(self, failed=False):
+        "Wait for the checkpoint that is under way, and say if it could not be written; if training has `failed` too, its own error is the one that is raised"
+        if self.thread is not None: self.thread.join()
+        self.thread,e,self.error = None,self.error,None
+        if e is None: return
+        names = self.names()
+        newest = f"The newest good one is {names[-1]}." if names else "There is none."
+        msg = f"A checkpoint could not be written to {self.path} ({type(e).__name__}: {e}). {newest}"
+        if not failed: raise CheckpointError(msg) from e
+        warnings.warn(msg)

@@ -1,9 +1,7 @@
 "What a training costs, and what goes wrong in it."
 from . import throughput
-from .stats import XLAStats
 from .throughput import TPU_KINDS, TPUMeter
-from .profile import StepProfiler
-from .nan_guard import NaNGuard, NotFinite
-from .norms import NormMeter
+from .profile import StepProfiler, XLAStats
+from .gradients import NaNGuard, NormMeter, NotFinite
 
 __all__ = ['XLAStats', 'TPUMeter', 'StepProfiler', 'NaNGuard', 'NotFinite', 'NormMeter', 'TPU_KINDS']

@@ -1,5 +1,5 @@
 "The same Learner on TorchTPU, which replaces PyTorch/XLA."
-from . import device, compiled, optimizer, trainer, distributed
+from . import device, optimizer, trainer, distributed
 from .device import require_torch_tpu, tpu_device
 from .trainer import TorchTPUTrainer
 from .distributed import TorchTPURankTrainer

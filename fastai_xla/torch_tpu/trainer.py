@@ -26,8 +26,7 @@ from ..models.text import lend_text, pads_text
 from ..train.meters import DeviceMetric, device_metric, HostQueue, PendingLoss, step_metrics, stock_metric
 from ..train.move import learner_modules, move_learner, opt_states
 from ..train.stand_ins import lend_stand_ins
-from .compiled import compile_settings, CompiledCall
-from .device import deferred, sync, tpu_device
+from .device import compile_settings, CompiledCall, deferred, sync, tpu_device
 from .optimizer import lend_step
 
 # %% ../../nbs/986_torch_tpu.trainer.ipynb #meters

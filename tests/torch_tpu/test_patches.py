@@ -4,7 +4,7 @@ from contextlib import contextmanager
 from torch import nn
 from fastai_xla.all import *
 from fastai_xla.patches.ops import Kernels
-from fastai_xla.torch_tpu.compiled import compile_settings
+from fastai_xla.torch_tpu.device import compile_settings
 
 @contextmanager
 def unrepaired():
