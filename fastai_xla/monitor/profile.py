@@ -124,19 +124,16 @@ class TraceFile:
         from torch_xla.debug import profiler # not above: this module can be imported where torch_xla is missing
         self.folder,self.lib = Path(folder),profiler
         self.before = set(self._files())
-        try: profiler.start_trace(self.folder)
-        except RuntimeError as e: raise RuntimeError("torch_xla profiles one thing at a time, and a profile is under way in this process: "
-            f"end it by `torch_xla.debug.profiler.stop_trace()`. It said: {e}") from e
+        profiler.start_trace(self.folder)
 
     def _files(self): return self.folder.rglob('*.xplane.pb')
 
     def enter(self,
         name, # Of what begins now, where another ends; None: nothing begins
-        **kwargs, # Numbers that the trace shows with it
     ):
         "A piece of this thread's work begins"
         if self.scope: self.scope.__exit__(None, None, None)
-        self.scope = self.lib.torch_xla._XLAC.profiler.TraceMe(name, **kwargs) if name else None
+        self.scope = self.lib.torch_xla._XLAC.profiler.TraceMe(name) if name else None # `Trace` would name operations of the program, too
         if self.scope: self.scope.__enter__()
 
     def close(self):

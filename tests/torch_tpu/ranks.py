@@ -22,33 +22,13 @@ def images_learner(bs, *cbs, n=61, **kwargs):
     return Learner(image_dls(bs=bs, n=n), linear_cnn(), metrics=[accuracy, F1Score(average='macro'), Perplexity()], cbs=list(cbs), **kwargs)
 
 @work
-def cnn_with_groupnorm(bs): return images_learner(bs)
-@work
 def uneven_epoch(bs): return images_learner(bs, n=58)
-@work
-def sgd(bs): return images_learner(bs, opt_func=partial(SGD, mom=.9))
 @work
 def torch_adamw(bs): return images_learner(bs, opt_func=partial(OptimWrapper, opt=torch.optim.AdamW, eps=1e-5))
 @work
 def clip_and_accumulate(bs): return images_learner(bs, GradientClip(.1), GradientAccumulation(2*bs))
 @work
-def trackers(bs): return images_learner(bs, EarlyStoppingCallback(patience=5), SaveModelCallback()),lambda l: l.fit(3, 3e-3)
-@work
 def label_smoothing(bs): return images_learner(bs, loss_func=LabelSmoothingCrossEntropyFlat())
-@work
-def frozen_then_thawed(bs):
-    def fit(l):
-        l.freeze()
-        l.fit(1, 3e-3)
-        l.unfreeze()
-        l.fit(1, slice(1e-4, 3e-3))
-    return images_learner(bs, splitter=halves),fit
-@work
-def lr_found_first(bs):
-    def fit(l):
-        l.lr_find(num_it=10, show_plot=False)
-        l.fit_one_cycle(1, 3e-3)
-    return images_learner(bs),fit
 @work
 def vit_tiny(bs):
     return vision_learner(image_dls(32, bs=bs), 'vit_tiny_patch16_224', pretrained=False, metrics=accuracy, custom_head=nn.Linear(24, 4), img_size=32, patch_size=8,

@@ -86,19 +86,6 @@ def unet():
     return Learner(db.dataloaders(range(24), bs=4, num_workers=0), DynamicUnet(body, 2, (32,32), self_attention=True), metrics=[Dice(), foreground_acc])
 
 @work()
-def multi_label():
-    xs,ys = images()
-    db = DataBlock((ImageBlock, MultiCategoryBlock), get_x=lambda i: xs[i], get_y=lambda i: [ys[i], 'dark' if xs[i].mean()<128 else 'light'], splitter=IndexSplitter(range(40, 53)),
-        item_tfms=Resize(24))
-    return Learner(db.dataloaders(range(53), bs=8, num_workers=0), small(6), metrics=[accuracy_multi, F1ScoreMulti()])
-
-@work()
-def points():
-    xs,_ = images()
-    db = DataBlock((ImageBlock, PointBlock), get_x=lambda i: xs[i], get_y=lambda i: [[xs[i][...,0].mean()/9, 12.]], splitter=IndexSplitter(range(40, 53)), item_tfms=Resize(24))
-    return Learner(db.dataloaders(range(53), bs=8, num_workers=0), nn.Sequential(small(2), SigmoidRange(-1, 1)), loss_func=MSELossFlat(), metrics=mse)
-
-@work()
 def regression_smooth_l1():
     df = people()
     dls = TabularDataLoaders.from_df(df, procs=[Categorify, FillMissing, Normalize], cat_names=['job'], cont_names=['age','income'], y_names='hours',
@@ -109,8 +96,6 @@ def regression_smooth_l1():
 def table(): return tabular()
 @work()
 def collab(): return collab_dot()
-@work()
-def collab_with_layers(): return collab_nn()
 @work(loose=10)
 def text_classifier(): return text()
 
@@ -120,40 +105,6 @@ def language_model():
         splitter=IndexSplitter(range(60, 80))).dataloaders(texts(80), bs=8, seq_len=6, num_workers=0)
     cfg = {**awd_lstm_lm_config, **dict(emb_sz=6, n_hid=8, n_layers=2, output_p=0., hidden_p=0., input_p=0., embed_p=0., weight_p=1e-12)}
     return language_model_learner(dls, AWD_LSTM, config=cfg, pretrained=False, drop_mult=1., metrics=[accuracy, Perplexity()])
-
-@work()
-def gru():
-    g = torch.Generator().manual_seed(0)
-    x = torch.randn(60, 7, 4, generator=g)
-    class Last(nn.Module):
-        def __init__(self): super().__init__(); self.rnn,self.out = nn.GRU(4, 8, 2, batch_first=True, bidirectional=True),nn.Linear(16, 3)
-        def forward(self, x): return self.out(self.rnn(x)[0][:,-1])
-    return vectors_learner(Last(), x, x[:,:,:3].sum(1).argmax(1))
-
-@work()
-def pools_in_one_dim():
-    x = torch.randn(60, 3, 16, generator=torch.Generator().manual_seed(0))
-    m = nn.Sequential(nn.Conv1d(3, 8, 3), nn.Mish(), nn.AvgPool1d(2), nn.Conv1d(8, 8, 3), nn.ReLU(), AdaptiveConcatPool1d(1), Flatten(), nn.Linear(16, 3))
-    return vectors_learner(m, x, x.mean(2).argmax(1))
-
-class Gated(nn.Module):
-    "Takes several inputs, a branch by the mode, and keeps the weights of one layer in two"
-    def __init__(self):
-        super().__init__()
-        self.a,self.b,self.n = nn.Linear(4, 4),nn.Linear(4, 4),0
-        self.b.weight = self.a.weight
-    def forward(self, x, y):
-        h = self.a(x)*self.b(y).sigmoid()
-        return h[:,:3] if self.training else h[:,:3]*1.
-@work()
-def two_inputs_and_tied_weights():
-    g = torch.Generator().manual_seed(0)
-    x,y = torch.randn(2, 60, 4, generator=g)
-    ds = list(zip(x, y, (x[:,:3]*y[:,:3]).argmax(1)))
-    dls = DataLoaders(*[DataLoader(o, bs=8, shuffle=s, num_workers=0) for o,s in ((ds[:40],True), (ds[40:],False))])
-    dls.n_inp = 2
-    for dl in dls.loaders: dl.n_inp = 2
-    return Learner(dls, Gated(), loss_func=CrossEntropyLossFlat(), metrics=accuracy)
 
 # ---- what is done while it trains
 
@@ -169,17 +120,9 @@ def with_cbs(*cbs, tfms=None, **kwargs): return Learner(image_dls(batch_tfms=tfm
 @work()
 def augmented(): return with_cbs(tfms=aug_transforms(size=20, xtra_tfms=[])+[Normalize.from_stats(*imagenet_stats)])
 @work()
-def random_crops(): return with_cbs(tfms=[RandomResizedCropGPU(20)])
-@work(batch_tfms='host')
-def augmented_on_the_host(): return with_cbs(tfms=aug_transforms(size=20))
-@work()
 def mixup(): return with_cbs(MixUp())
 @work()
 def cutmix(): return with_cbs(CutMix())
-@work()
-def label_smoothing(): return with_cbs(loss_func=LabelSmoothingCrossEntropyFlat())
-@work()
-def trackers(): return with_cbs(EarlyStoppingCallback(patience=5), SaveModelCallback(), ReduceLROnPlateau(patience=1), CSVLogger()),lambda l: l.fit(3, 3e-3)
 @work()
 def clip_and_accumulate(): return with_cbs(GradientClip(.1), GradientAccumulation(16))
 @work(compiles=False)
@@ -198,13 +141,6 @@ def frozen_then_thawed():
         l.unfreeze()
         l.fit(2, slice(1e-4, 3e-3))
     return cnn(),fit
-@work()
-def larger_images_later():
-    def fit(l):
-        l.fit(1, 3e-3)
-        l.dls = image_dls(32)
-        l.fit(1, 3e-3)
-    return with_cbs(),fit
 @work(replay=False)
 def operation_by_operation(): return with_cbs()
 
