@@ -127,14 +127,13 @@ def _bench(a):
 def _model(name, img_size, n_classes):
     "The model of this name without its values, and the shape of a sample"
     import timm
-    from fastai_xla.models import timm as timm_models
-    from fastai_xla.models.deferred import deferred_init
+    from fastai_xla import models
     size = {} if img_size is None else dict(img_size=img_size)
-    vits = [o for o in timm_models.__all__ if o.startswith('vit_')]
-    if name in vits: return getattr(timm_models, name)(num_classes=n_classes, **size),(3, img_size or 224, img_size or 224)
+    vits = [o for o in models.__all__ if o.startswith('vit_')]
+    if name in vits: return getattr(models, name)(num_classes=n_classes, **size),(3, img_size or 224, img_size or 224)
     if not timm.is_model(name): raise ValueError(f"{name!r} is neither one of {', '.join(vits)} nor a model of timm")
     cfg = timm.get_pretrained_cfg(name)
-    model = deferred_init(timm.create_model, name, num_classes=n_classes, **(size if cfg.fixed_input_size else {}))
+    model = models.deferred_init(timm.create_model, name, num_classes=n_classes, **(size if cfg.fixed_input_size else {}))
     return model,(3, img_size, img_size) if img_size else cfg.input_size
 
 def _mesh(spec):

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest, torch
 sys.path.insert(0, str(Path(__file__).parent.parent/'benchmarks'))
 import checkpoints as bench
+from fastai_xla.checkpoint import storage
 from forks import Forked
 from fresh import free_port
 from fastai.basics import Callback
 from fastai.callback.tracker import TerminateOnNaNCallback
 from fastai_xla.all import *
-from fastai_xla.checkpoint.storage import CheckpointManager, Position
-from fastai_xla.checkpoint.storage import CheckpointDir, folder_lock, InUse
+from fastai_xla.checkpoint.storage import CheckpointDir, CheckpointManager, folder_lock, InUse, Position
 
 def fit(cbs=(), epochs=1, width=64):
     learn = bench.learner('.', cbs, width).to_tpu()
@@ -151,7 +151,7 @@ def test_killed_in_a_write(where, tmp_path, monkeypatch):
 
 # ---- who writes
 
-def test_two_processes(tmp_path):
+def test_two_processes(tmp_path, monkeypatch):
     "The second one says who is there; when that one is killed, its lock is free"
     code = f"""import time; from fastai_xla.checkpoint.storage import *
 with folder_lock(CheckpointDir({str(tmp_path/'run')!r})):
@@ -159,6 +159,7 @@ with folder_lock(CheckpointDir({str(tmp_path/'run')!r})):
     p = Forked(['-c', code], env=dict(os.environ), stdout=subprocess.PIPE, text=True)
     try:
         assert p.stdout.readline().strip()=='held'
+        monkeypatch.setattr(storage, '_lock_wait', .5) # seconds
         with pytest.raises(InUse, match=f'process {p.pid} on {socket.gethostname()}'): fit(TPUCheckpoint(tmp_path/'run'))
     finally:
         p.kill()

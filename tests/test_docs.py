@@ -100,18 +100,5 @@ def test_search_finds_users_pages_first(index, query, page):
         return hits*o.get('boost', 1)/(1+len(title)/20)
     assert max(index['docs'], key=score)['location'].split('#')[0]==f'{page}.html'
 
-ROOM = """
-def _why(n): return f'It is {n} of what it must not be: choose another' if n else 'It is nothing at all, where there must be something'
-def f(x, more=''):
-    if x: raise ValueError(_why(x))
-    warnings.warn(f'What {x} says is left out, for want of room. '
-        "Write it elsewhere")
-    print(KeyError('short'), StopIteration('no error of ours, and long enough to be one'))
-"""
-
-def test_every_message_is_on_a_page(site, tmp_path):
-    (tmp_path/'room.py').write_text(ROOM)
-    assert messages.messages(tmp_path/'room.py') == [('It is nothing at all, where there must be something','ValueError'), ('It is … of what it must not be: choose another','ValueError'),
-        ('What … says is left out, for want of room. Write it elsewhere','warning')]
-    page = messages.page()
-    assert page.count('\n| ')>100 and 'torch_xla is not installed' in site['messages.html'].text
+def test_every_message_is_on_a_page(site):
+    assert messages.page().count('\n| ')>100 and 'torch_xla is not installed' in site['messages.html'].text

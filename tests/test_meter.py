@@ -234,14 +234,10 @@ def test_norms_are_those_of_torch(to):
 child = dict(PYTHONPATH=f'{here}{os.pathsep}{here}/tests', CPU_NUM_DEVICES='2')
 
 def test_in_a_pool():
-    "The line and the rows of all cores are the notebook's; what is said of NaN, too"
+    """The line and the rows of all cores are the notebook's; what is said of NaN, too. Samples of all, seconds of one: as many core seconds as two cores take.
+    A trace is the main rank's"""
     out = run_ok("""
-        import math
-        from fastai.test_utils import synth_learner
-        from fastai_xla.all import *
-        learn = synth_learner(n_trn=4).to_tpu_distributed(n_cores=2, processes=True)
-        from fastai.basics import Callback
-        from fastai.callback.progress import ShowGraphCallback
+        from test_meter import *
         class Quick(Callback):
             def before_fit(self):
                 from fastai_xla.monitor.throughput import Throughput
@@ -250,32 +246,21 @@ def test_in_a_pool():
             def before_fit(self): self.seen,self.nb_batches = [],[]
             def before_batch(self): self.seen.append(self.progress.pbar.comment)
             def after_epoch(self): pass
-        learn.fit(2, cbs=[watch := Watch(), Quick()])
-        print('rows', *learn.training_speed.frame.samples)
+        pool = dict(n_cores=2, processes=True)
+        learn = plain_net_learner(bs=4).to_tpu_distributed(**pool)
+        learn.fit(2, 1e-2, cbs=[watch := Watch(), Quick(), prof := StepProfiler((1,3)), norms := NormMeter()])
+        print('rows', *learn.training_speed.frame.samples, len(prof.steps), bool(prof.file))
         print('seen', *watch.seen, sep='\\n')
-        learn.fit(1, lr=math.nan, cbs=TPUMeter())""", '-W', 'error:You are shadowing', **child)
+        learn.fit(1, lr=math.nan, cbs=TPUMeter())
+        close(torch_norms(), [norms.grads, norms.params, norms.updates], rtol=1e-4)
+        fit(mlp_learner(bs=4).to_tpu_distributed(**pool), cbs=(meter := ticking()))
+        print('took', sums(meter)[:6], meter.values[-1][1:4], meter.n_here)""", '-W', 'error:You are shadowing', **child)
     lines = spoken(out)
-    assert len(lines)==3 and re.fullmatch('2x CPU: '+RATES+r', \S+ s compiling', lines[0]) and 'rows 64 128' in out
+    assert len(lines)==3 and re.fullmatch('2x CPU: '+RATES+r', \S+ s compiling', lines[0]) and 'rows 48 96 2 True' in out
     assert re.fullmatch(RATES, lines[1]) and ' core hours' in lines[2] and out.count('The losses of epoch 0 are not finite')==1
-    said = [o for o in out.split('\nseen\n')[1].splitlines()[:4] if ' | ' in o[:20]]
+    said = [o for o in out.split('\nseen\n')[1].splitlines()[:6] if ' | ' in o[:20]]
     assert said and all(re.fullmatch(r'[\d.]* \| [\d,.]+ samples/s(, waits \d+% for input)?', o) for o in said)
-
-def test_on_replicas(tmp_path):
-    "Samples of all, seconds of one: as many core seconds as two cores take"
-    out = run_ok(f"""
-        from threads import run_replicas, use_virtual_cores
-        use_virtual_cores(2)
-        from test_meter import *
-        learns = [mlp_learner(bs=4, cbs=[ticking(), StepProfiler((1,3), folder="{tmp_path}")]) for _ in range(2)]
-        def f(rank):
-            meter = fit(learns[rank].to_tpu_distributed()).tpu_meter
-            prof = learns[rank].step_profiler
-            speed = [int(o) for o in learns[rank].training_speed.frame.samples]
-            return *sums(meter)[:6],*meter.values[-1][1:4],meter.n_here,len(prof.steps),bool(prof.file),*speed
-        plain = [plain_net_learner(bs=4) for _ in range(2)]
-        for got in run_replicas(lambda rank: norms_of(plain[rank].to_tpu_distributed()), n=2): close(torch_norms(), got, rtol=1e-4)
-        print(run_replicas(f, n=2))""", **child)
-    assert out.splitlines()[-1]=='[(12, 96, 24.0, 48.0, 12.0, 12.0, 4.0, 2.0, 2000.0, 2, 2, True, 48, 96), (12, 96, 24.0, 48.0, 12.0, 12.0, 4.0, 2.0, 2000.0, 2, 2, False, 48, 96)]'
+    assert 'took [12, 96, 24.0, 48.0, 12.0, 12.0] (4.0, 2.0, 2000.0) 1' in out
 
 def test_sharded():
     out = run_ok("""

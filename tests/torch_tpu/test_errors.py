@@ -6,7 +6,6 @@ import inspect, os, re, subprocess, sys, warnings
 import pytest
 import torch
 from torch import nn
-from fastai.basics import default_device, TfmdDL
 from fastai.callback.hook import ActivationStats
 from parity_models import cnn
 from fastai_xla.all import *
@@ -49,32 +48,6 @@ def test_target_of_another_type():
     x = torch.randn(60, 4)
     learn = vectors_learner(nn.Linear(4, 3), x, torch.rand(60))
     with learn.no_bar(): fails(lambda: learn.to_tpu().fit(1), RuntimeError, 'expected scalar type Long but found Float')
-
-def test_no_batches():
-    x = torch.randn(60, 4)
-    learn = vectors_learner(nn.Linear(4, 3), x, torch.arange(60)%3).to_tpu()
-    learn.dls.train = TfmdDL(list(zip(x, torch.arange(60)%3))[:3], bs=8, drop_last=True, num_workers=0)
-    with learn.no_bar(): fails(lambda: learn.fit(1), ValueError, 'The training DataLoader has no batches: 3 samples with bs=8 and drop_last=True')
-
-def test_default_device_of_the_cpu():
-    learn = cnn().to_tpu()
-    default_device(False)
-    try:
-        with learn.no_bar(): fails(lambda: learn.fit(1), AssertionError, '`default_device(False)` makes fastai put every batch on the CPU')
-    finally: default_device(None)
-
-def test_model_of_another_device():
-    class Stays(nn.Linear):
-        def _apply(self, f, recurse=True): return self
-    learn = vectors_learner(Stays(4, 3), torch.randn(60, 4), torch.arange(60)%3)
-    fails(learn.to_tpu, AssertionError, 'The model did not move to tpu')
-    assert {p.device.type for p in learn.model.parameters()}=={'cpu'}
-
-def test_optimizer_of_another_model():
-    learn = vectors_learner(nn.Linear(4, 3), torch.randn(60, 4), torch.arange(60)%3)
-    learn.create_opt()
-    learn.model = nn.Linear(4, 3)
-    fails(learn.to_tpu, AssertionError, "The optimizer holds 2 parameters that are not the model's", 'learn.create_opt()')
 
 def test_model_that_cannot_be_compiled():
     "It runs operation by operation, and says so once; that the results are plain fastai's is in the parity tests"

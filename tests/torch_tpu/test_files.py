@@ -2,8 +2,6 @@
 import pickle, re, zipfile
 import pytest, torch
 import saved
-from copy import deepcopy
-from fastai.basics import set_seed
 from fastai_xla.all import *
 
 def test_saved_by_torch_xla():
@@ -26,28 +24,12 @@ def test_files_do_not_mention_the_device(tmp_path):
     assert {f.name for f in tmp_path.iterdir()}=={'weights.pth','learner.pkl','predictions.pt','state.pt'}
     assert not [f for f in tmp_path.iterdir() if mentions(f)]
 
-@pytest.mark.parametrize('again', [lambda o: pickle.loads(pickle.dumps(o)), deepcopy], ids=['pickle','deepcopy'])
-def test_learner_travels(again):
+def test_pickled():
     learn = saved.learner().to_tpu()
     with learn.no_bar(),learn.no_logging(): learn.fit(1, 1e-2)
-    copy = again(learn)
+    copy = pickle.loads(pickle.dumps(learn))
     torch.testing.assert_close(saved.predictions(copy), saved.predictions(learn), rtol=1e-5, atol=1e-6)
     with copy.no_bar(),copy.no_logging(): copy.fit(1, 1e-2)
-
-def test_cycle():
-    "save, load, and on with the same optimizer, as plain fastai"
-    def cycled(tpu):
-        learn = saved.learner()
-        if tpu: learn.to_tpu()
-        set_seed(3)
-        with learn.no_bar(),learn.no_logging():
-            learn.fit(1, 1e-2)
-            learn.save('m')
-            learn.fit(1, 1e-2)
-            learn.load('m')
-            learn.fit(1, 1e-2)
-        return saved.predictions(learn)
-    torch.testing.assert_close(cycled(True), cycled(False), rtol=1e-4, atol=1e-5)
 
 def test_detach():
     learn = saved.learner().to_tpu()

@@ -48,19 +48,15 @@ def test_running_statistics(compiled):
 # ---- poolings
 
 @both
-@pytest.mark.parametrize('n,shape,size', [(1,(2,3,8),2), (2,(2,3,8,6),1), (2,(2,3,8,6),(4,3)), (2,(2,3,8,6),(None,2)), (3,(2,3,4,4,4),1)])
+@pytest.mark.parametrize('n,shape,size', [(1,(2,3,8),2), (2,(2,3,8,6),(None,2)), (3,(2,3,4,4,4),1)])
 def test_adaptive_max_pool(n, shape, size, compiled):
     assert_as_on_cpu(lambda x: getattr(F, f'adaptive_max_pool{n}d')(x, size), rand(*shape), compiled=compiled)
-
-def test_adaptive_max_pool_of_equal_values():
-    "The gradient goes to the first of the greatest, as on the CPU"
-    assert_as_on_cpu(lambda x: F.adaptive_max_pool2d(x+1, 1), torch.zeros(2, 3, 4, 4))
 
 def test_adaptive_max_pool_was_missing():
     with unrepaired(), pytest.raises(RuntimeError, match='adaptive_max_pool2d_backward.*not implemented'): values(lambda x: F.adaptive_max_pool2d(x, 1), rand(2, 3, 4, 4))
 
 @both
-@pytest.mark.parametrize('kwargs', [{}, dict(stride=1, padding=1), dict(ceil_mode=True), dict(padding=1, count_include_pad=False)])
+@pytest.mark.parametrize('kwargs', [dict(ceil_mode=True), dict(padding=1, count_include_pad=False)])
 def test_avg_pool1d(kwargs, compiled): assert_as_on_cpu(lambda x: F.avg_pool1d(x, 3, **kwargs), rand(2, 3, 10), compiled=compiled)
 
 def test_avg_pool1d_had_no_gradient():
@@ -91,9 +87,6 @@ functions = dict(mish=F.mish, smooth_l1=lambda x: F.smooth_l1_loss(x, x.detach()
 
 @pytest.mark.parametrize('name', functions)
 def test_kernel(name): assert_as_on_cpu(functions[name], rand(4, 6))
-
-def test_kernel_in_a_compiled_function():
-    for name in ('mish','smooth_l1','sinc'): assert_as_on_cpu(functions[name], rand(4, 6), compiled=True)
 
 def test_kernels_were_missing():
     with unrepaired():

@@ -5,7 +5,7 @@ import pytest, torch
 sys.path.insert(0, str(Path(__file__).parent.parent.parent/'benchmarks'))
 from torch_tpu_programs import as_it_comes, by_to_tpu, compiled_runs, Programs
 from parity_models import cnn, partial
-from fastai.vision.all import (Callback, CutMix, GradientAccumulation, GradientClip, Lamb, Larc, MixUp, OptimWrapper, QHAdam, RAdam, ranger, ShowGraphCallback)
+from fastai.vision.all import Callback, CutMix, GradientAccumulation, GradientClip, Lamb, MixUp, OptimWrapper, ranger, ShowGraphCallback
 import fastai_xla.all
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,11 +25,11 @@ def test_programs():
     n,compiles = by_to_tpu(cnn)
     assert (n<=5, compiles)==(True, 0), n
 
-@pytest.mark.parametrize('opt', [RAdam, QHAdam, Larc, Lamb, ranger, partial(OptimWrapper, opt=torch.optim.AdamW)])
+@pytest.mark.parametrize('opt', [Lamb, ranger, partial(OptimWrapper, opt=torch.optim.AdamW)])
 def test_programs_of_other_optimizers(opt):
-    "A step of Larc and Lamb has the norms of each of its eight parameters"
+    "A step of Lamb has the norms of each of its eight parameters"
     n,compiles = by_to_tpu(partial(cnn, opt))
-    assert compiles==0 and n<(40 if opt in (Larc, Lamb) else 10), n
+    assert compiles==0 and n<(40 if opt is Lamb else 10), n
 
 @pytest.mark.parametrize('cbs', [[], [MixUp()], [CutMix()], [GradientClip(.1), GradientAccumulation(16)], [ShowGraphCallback()]], ids=str)
 def test_nothing_is_read(cbs):
@@ -49,12 +49,3 @@ def test_nothing_is_read(cbs):
     with learn.no_logging(): learn.fit(2, 1e-3)
     assert reads==[[]]
 
-def test_the_bar_is_fed():
-    learn = cnn().to_tpu(fetch_every=0)
-    shown = []
-    learn.progress.after_batch # there is a bar
-    class Look(Callback):
-        order = 100
-        def after_batch(self): shown.append(self.progress.pbar.comment)
-    with learn.no_logging(): learn.fit(1, 1e-3, cbs=Look())
-    assert sum(bool(o) for o in shown)>=4
