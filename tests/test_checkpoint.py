@@ -188,7 +188,7 @@ def main(groups, *args):
 
 slow = pytest.mark.slow
 
-@pytest.mark.parametrize('groups', ['one,waiting,texts', 'cores', 'pool', pytest.param('sharded', marks=slow)])
+@pytest.mark.parametrize('groups', ['one,waiting', 'cores', *(pytest.param(o, marks=slow) for o in ('texts','pool','sharded'))])
 def test_group(groups):
     res = run(__file__, groups, **FLAGS)
     assert res.returncode==0, f'exit {res.returncode}\n{res.stdout}\n{res.stderr}'

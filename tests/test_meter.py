@@ -233,6 +233,7 @@ def test_norms_are_those_of_torch(to):
 
 child = dict(PYTHONPATH=f'{here}{os.pathsep}{here}/tests', CPU_NUM_DEVICES='2')
 
+@pytest.mark.slow
 def test_in_a_pool():
     """The line and the rows of all cores are the notebook's; what is said of NaN, too. Samples of all, seconds of one: as many core seconds as two cores take.
     A trace is the main rank's"""

@@ -46,19 +46,12 @@ def left_out(
     return [*cbs, *learn._grab_cbs(TPUPoolTrainer)], [f'Left out, since they only show, follow or write: {names}.'] if names else []
 
 # %% ../../nbs/950_aot.compile.ipynb #data
-def _n_batches(dl):
-    try: return len(dl)
-    except TypeError: return None
-
 def check_train(
     learn, # A Learner
 ):
     "Raise unless there is a batch for a training step, and something to train"
     dl = learn.dls.loaders[0]
-    n = _n_batches(dl)
-    if n is None:
-        raise TypeError(f"The training DataLoader has no length, which fastai's loop needs: give its dataset, a {type(dl.dataset).__name__}, a `__len__`.")
-    if n==0: raise ValueError(f"The training DataLoader has no batches, and a step needs one: {getattr(dl, 'n', None)} samples with "
+    if len(dl)==0: raise ValueError(f"The training DataLoader has no batches, and a step needs one: {getattr(dl, 'n', None)} samples with "
         f"bs={getattr(dl, 'bs', None)} and drop_last={getattr(dl, 'drop_last', False)}. Give it more samples, a smaller `bs` or `drop_last=False`.")
     gpus = {str(p.device) for p in learn.model.parameters()} - {'cpu','meta'}
     if any(not o.startswith('xla') for o in gpus):
@@ -73,9 +66,7 @@ def why_no_valid(
 ):
     "Why there is no validation step; None if there is one"
     if len(learn.dls.loaders)<2: return 'there is no validation set'
-    n = _n_batches(learn.dls.loaders[1])
-    if n is None: return "the validation DataLoader has no length, which fastai's loop needs"
-    if n==0: return 'the validation DataLoader has no batches'
+    if len(learn.dls.loaders[1])==0: return 'the validation DataLoader has no batches'
     if strategy!='ranks' and is_one_sample(learn.dls.loaders[1]): return 'a single sample is predicted on the host'
 
 # %% ../../nbs/950_aot.compile.ipynb #strategy
