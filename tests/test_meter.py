@@ -238,6 +238,8 @@ def test_in_a_pool():
     """The line and the rows of all cores are the notebook's; what is said of NaN, too. Samples of all, seconds of one: as many core seconds as two cores take.
     A trace is the main rank's"""
     out = run_ok("""
+        from fastai_xla.all import get_pool
+        get_pool(2).run(lambda rank: None) # before this process has a device
         from test_meter import *
         class Quick(Callback):
             def before_fit(self):
