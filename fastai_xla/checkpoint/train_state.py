@@ -202,6 +202,8 @@ def _data(dl):
     return dict(bs=getattr(dl, 'bs', getattr(dl, 'batch_size', None)), n_batches=n_batches, n_samples=getattr(dl, 'n', None),
         shuffle=getattr(dl, 'shuffle', None), drop_last=getattr(dl, 'drop_last', None))
 
+def _tfms(dl, event): return {type(f).__name__: _config_of(f) for f in getattr(getattr(dl, event, None), 'fs', ())}
+
 def _curve(f):
     "The values of a schedule at a few places"
     try: return [np.asarray(f(o), dtype=float).tolist() for o in (0., .1, .25, .5, .75, 1.)]
@@ -220,7 +222,8 @@ def settings_of(
     cbs = {k[1]+(f' {k[2]+1}' if k[2] else ''): _config_of(cb) for k,cb in _users_cbs(learn).items() if not isinstance(cb, ParamScheduler)}
     schedule = {k: _curve(f) for cb in learn._grab_cbs(ParamScheduler) for k,f in cb.scheds.items()}
     return dict(optimizer=_optimizer(opt), groups=[len(pl) for pl in opt.param_lists], replicas=replicas, data=_data(dl), loss=_text(learn.loss_func),
-        metrics=[m.name for m in learn.metrics], callbacks=cbs, epochs=learn.n_epoch, hypers=hypers_of(opt), schedule=schedule)
+        item_tfms=_tfms(dl, 'after_item'), batch_tfms=_tfms(dl, 'after_batch'), metrics=[m.name for m in learn.metrics], callbacks=cbs,
+        epochs=learn.n_epoch, hypers=hypers_of(opt), schedule=schedule)
 
 # %% ../../nbs/770_checkpoint.train_state.ipynb #diff
 _remedies = {'optimizer': "use the same `opt_func`, as its state is of the other", 'groups': 'use the same `splitter` and model',

@@ -23,9 +23,10 @@ from ..data.loader import TfmPlacement, XLADL
 from ..models.forms import mixes_samples
 from ..models.ranges import RangeCheck
 from ..models.text import lend_text, pads_text
-from ..train.meters import DeviceMetric, device_metric, HostQueue, PendingLoss, step_metrics, stock_metric
+from ..train.meters import DeviceMetric, device_metric, HostQueue, step_metrics, stock_metric
 from ..train.move import learner_modules, move_learner, opt_states
 from ..train.stand_ins import lend_stand_ins
+from ..train.trainer import fetch_pending_losses
 from .device import compile_settings, CompiledCall, deferred, sync, tpu_device
 from .optimizer import lend_step
 
@@ -35,13 +36,6 @@ def _map_meters(learn, f):
     learn._metrics = learn.metrics.map(f)
     rec = getattr(learn, 'recorder', None)
     if rec is not None: vars(rec).update(loss=f(rec.loss), smooth_loss=f(rec.smooth_loss))
-
-def _settle_losses(learn):
-    "Replace the losses that wait on the device by their values"
-    def value(v): return v.known if isinstance(v, PendingLoss) else v
-    rec = getattr(learn, 'recorder', None)
-    if hasattr(rec, 'losses'): rec.losses[:] = map(value, rec.losses)
-    if 'smooth_loss' in vars(learn): learn.smooth_loss = value(learn.smooth_loss)
 
 # %% ../../nbs/986_torch_tpu.trainer.ipynb #trainer
 class TorchTPUTrainer(XLACallback):
@@ -101,7 +95,7 @@ class TorchTPUTrainer(XLACallback):
         self.call.lend(self.loans)
 
     def before_train(self):
-        if len(self.dl)==0: raise ValueError(_no_batches_message(self.dl))
+        if len(self.dl)==0: raise ValueError('The training DataLoader has no batches: give it more samples, a smaller `bs` or `drop_last=False`.')
         self._start_loop(pad=False)
 
     def before_validate(self): self._start_loop(pad=True)
@@ -142,7 +136,7 @@ class TorchTPUTrainer(XLACallback):
     def release(self):
         "Undo all patches"
         if self.check: self.check.close()
-        call_all(self.loans.give_back, self.queue.flush_for_us, partial(_settle_losses, self.learn), partial(_map_meters, self.learn, stock_metric))
+        call_all(self.loans.give_back, self.queue.flush_for_us, partial(fetch_pending_losses, self.learn), partial(_map_meters, self.learn, stock_metric))
 
     def after_fit(self): self.learn.loss_grad = None
 
@@ -150,11 +144,6 @@ class TorchTPUTrainer(XLACallback):
         "The Learner is about to go on without this"
         self.release()
         self.unfeed()
-
-def _no_batches_message(dl):
-    n,bs = getattr(dl, 'n', None),getattr(dl, 'bs', None)
-    return (f"The training DataLoader has no batches: {n} samples with bs={bs} and drop_last={getattr(dl, 'drop_last', False)}. "
-        "Give it more samples, a smaller `bs` or `drop_last=False`.")
 
 # %% ../../nbs/986_torch_tpu.trainer.ipynb #to-tpu
 _elsewhere = dict(strict=(False, 'what makes a step slow is not looked for'), cache=(None, 'torch_tpu keeps compiled programs for this process alone'),
