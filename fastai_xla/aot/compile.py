@@ -37,18 +37,14 @@ def _only_follows(cb):
     if is_display(cb) or isinstance(cb, TPUCheckpoint): return True
     return isinstance(cb, TrackerCallback) and not any(hasattr(type(cb), o) for o in _batch_events)
 
-def left_out(
-    learn, # A Learner
-):
+def left_out(learn):
     "Callbacks that stay here, and what is said of them"
     cbs = list(learn.cbs.filter(_only_follows))
     names = ', '.join(dict.fromkeys(type(cb).__name__ for cb in cbs if type(cb) is not ProgressCallback))
     return [*cbs, *learn._grab_cbs(TPUPoolTrainer)], [f'Left out, since they only show, follow or write: {names}.'] if names else []
 
 # %% ../../nbs/950_aot.compile.ipynb #data
-def check_train(
-    learn, # A Learner
-):
+def check_train(learn):
     "Raise unless there is a batch for a training step, and something to train"
     dl = learn.dls.loaders[0]
     if len(dl)==0: raise ValueError(f"The training DataLoader has no batches, and a step needs one: {getattr(dl, 'n', None)} samples with "
@@ -60,10 +56,7 @@ def check_train(
         raise ValueError("No parameter of the model requires a gradient, so there is no training step: unfreeze some, by `learn.unfreeze()` "
             "or `requires_grad_()`.")
 
-def why_no_valid(
-    learn, # A Learner
-    strategy, # One of `compile_strategies`
-):
+def why_no_valid(learn, strategy):
     "Why there is no validation step; None if there is one"
     if len(learn.dls.loaders)<2: return 'there is no validation set'
     if len(learn.dls.loaders[1])==0: return 'the validation DataLoader has no batches'
@@ -76,10 +69,7 @@ def _trainer(learn):
     "Strategy and trainer of a Learner that is to train on a TPU"
     return next(((_strategy_of[type(cb).__name__], cb) for cb in xla_callbacks(learn) if type(cb).__name__ in _strategy_of), (None,None))
 
-def default_strategy(
-    learn, # A Learner
-    s, # A `TPUSlice`
-):
+def default_strategy(learn, s):
     "One of `compile_strategies`"
     own,_ = _trainer(learn)
     return own if own and (s.n>1 or own=='tpu') else 'tpu' if s.n==1 else 'distributed'

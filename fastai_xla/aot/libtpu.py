@@ -63,30 +63,22 @@ def _classes():
     pool.Add(file)
     return {name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f'fastai_xla.{name}')) for name in _messages}
 
-def hlo_message(
-    kind:str, # Name of a kind of message, such as 'HloProto'
-    /,
-    **fields, # Its values
-):
-    "A message of XLA, a protocol buffer"
+def hlo_message(kind:str, /, **fields):
+    "A message of XLA of a kind such as 'HloProto', a protocol buffer"
     return _classes()[kind](**fields)
 
 # %% ../../nbs/920_aot.libtpu.ipynb #shape
 _types = {1:'pred', 2:'s8', 3:'s16', 4:'s32', 5:'s64', 6:'u8', 7:'u16', 8:'u32', 9:'u64', 10:'f16', 11:'f32', 12:'f64', 16:'bf16'}
 _tuple = 13
 
-def shape_text(
-    shape, # A `ShapeProto`
-):
+def shape_text(shape):
     "`shape` as XLA writes it, such as f32[16,3]"
     if shape.element_type==_tuple: return f"({','.join(map(shape_text, shape.tuple_shapes))})"
     return f"{_types.get(shape.element_type, '?')}[{','.join(map(str, shape.dimensions))}]"
 
 # %% ../../nbs/920_aot.libtpu.ipynb #read
-def read_program(
-    path, # A file that ends in `.hlo.pb`
-):
-    "The program in a dump of XLA, a `HloModuleProto`"
+def read_program(path):
+    "The program in a dump of XLA, whose name ends in `.hlo.pb`, a `HloModuleProto`"
     res,b = hlo_message('HloProto'),Path(path).read_bytes()
     try: res.ParseFromString(b)
     except Exception as e: raise ValueError(f"{path} is not an XLA program: {e}") from e
@@ -108,10 +100,8 @@ def _lay_out(shape):
     for o in shape.tuple_shapes: _lay_out(o)
     if shape.element_type!=_tuple: shape.layout.minor_to_major[:] = _tpu_layout(shape.dimensions)
 
-def tpu_collectives(
-    module, # A `HloModuleProto` of replicas; it is changed
-):
-    "`module` with its collectives as torch_xla traces them for a TPU"
+def tpu_collectives(module):
+    "The `HloModuleProto` of replicas, changed: its collectives as torch_xla traces them for a TPU"
     for c in module.computations:
         for o in c.instructions:
             if o.opcode not in _collectives: continue
@@ -121,10 +111,8 @@ def tpu_collectives(
     return module
 
 # %% ../../nbs/920_aot.libtpu.ipynb #source
-def without_source(
-    module, # A `HloModuleProto`; it is changed
-):
-    "`module` without what differs between processes that trace the same: the files it comes from, and its number"
+def without_source(module):
+    "The `HloModuleProto`, changed: without what differs between processes that trace the same: the files it comes from, and its number"
     for k in ('id','stack_frame_index'): module.ClearField(k)
     module.name = 'step'
     for c in module.computations:
@@ -133,10 +121,8 @@ def without_source(
     return module
 
 # %% ../../nbs/920_aot.libtpu.ipynb #module
-def module_of(
-    op_name:str, # In the metadata of an instruction
-):
-    "Name of the module that an instruction comes from, '' for the model itself, None if it is of none"
+def module_of(op_name:str):
+    "Name of the module that an instruction comes from, by its metadata, '' for the model itself, None if it is of none"
     scope = op_name.rpartition('/')[0].rpartition('/')[2]
     if not scope or '__' in scope: return
     name = scope.rpartition('.')[0]
@@ -255,9 +241,7 @@ class MemoryUse(NamedTuple):
 # %% ../../nbs/920_aot.libtpu.ipynb #compiler
 class TPUCompiler:
     "libtpu's compiler for one kind of slice; one for each process"
-    def __init__(self,
-        slice:TPUSlice, # See `tpu_slice`
-    ):
+    def __init__(self, slice:TPUSlice):
         for k,v in _env.items(): os.environ.setdefault(k, v)
         if slice.cores>1: os.environ.setdefault('TPU_MEGACORE', 'megacore_dense')
         api = C.CDLL(find_libtpu()).GetPjrtApi
@@ -278,10 +262,7 @@ class TPUCompiler:
         self._function('Error_Message')(C.addressof(m))
         raise CompileError(C.string_at(m.message, m.n).decode(errors='replace'))
 
-    def compile(self,
-        module, # A `HloModuleProto`
-        **options, # For `compile_options`
-    ):
+    def compile(self, module, **options):
         "The optimized program, and the `MemoryUse` of a device"
         code,opts = module.SerializeToString(),compile_options(**options)
         prog = _filled(_Program, code=C.cast(C.c_char_p(code), C.c_void_p).value, n=len(code), format=b'hlo', n_format=3)
@@ -307,20 +288,14 @@ _suffix = '.tpu_program'
 
 class ProgramCache:
     "Compiles by a `TPUCompiler`, and keeps its answers in a folder"
-    def __init__(self,
-        slice:TPUSlice, # See `tpu_slice`
-        folder, # Made if it is missing
-    ): self.slice,self.folder = slice,Path(folder)
+    def __init__(self, slice:TPUSlice, folder): self.slice,self.folder = slice,Path(folder)
 
     @cached_property
     def compiler(self):
         "A `TPUCompiler`, made when a program is new"
         return TPUCompiler(self.slice)
 
-    def compile(self,
-        module, # A `HloModuleProto`
-        **options, # For `compile_options`
-    ):
+    def compile(self, module, **options):
         "The optimized program, the `MemoryUse` of a device, and the seconds that it took when it was compiled"
         about = repr((self.slice.topology, sorted(options.items()), importlib.metadata.version('libtpu'))).encode()
         key = hashlib.sha256(about+without_source(module).SerializeToString()).hexdigest()

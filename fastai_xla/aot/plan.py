@@ -68,9 +68,7 @@ def slice_names():
     "The names of the slices that programs can be compiled for"
     return [f'{k}-{n*_cores_of_a_device.get(k, 1)}' for k,grid in _grids.items() for n in grid]
 
-def tpu_slice(
-    name:str, # Such as 'v5e-8', 'kaggle' or 'colab'
-):
+def tpu_slice(name:str):
     "The slice of this name"
     full = _platforms.get(check_type('name', name, str, "a TPU slice such as 'v5e-8'"), name)
     if full not in slice_names():
@@ -159,15 +157,11 @@ class TPUPlan:
         "Bytes on each core"
         return sum(self.memory.values())
 
-    def seconds(self,
-        kind:str, # One of `TPU_KINDS`
-    ):
+    def seconds(self, kind:str):
         "Time of a step"
         return self.core_flops/(TPU_KINDS[check_choice('kind', kind, tuple(TPU_KINDS))].flops*self.mfu)
 
-    def fits(self,
-        kind:str, # One of `TPU_KINDS`
-    ):
+    def fits(self, kind:str):
         "Is there memory enough?"
         return self.total<=TPU_KINDS[check_choice('kind', kind, tuple(TPU_KINDS))].memory
 

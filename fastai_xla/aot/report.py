@@ -22,10 +22,7 @@ _costly = 'convolution','dot','gather','scatter','reduce-window','select-and-sca
 _collective = re.compile('all-|reduce-scatter|collective-permute')
 _no_estimate = 'fusion','sort','scatter','gather','rng-bit-generator'
 
-def work_kind(
-    o, # An instruction of a program
-    comps, # Instructions of the program's computations, by id
-):
+def work_kind(o, comps):
     "What kind of work `o` is"
     if o.opcode!='fusion': return o.opcode + (f':{o.custom_call_target}' if o.custom_call_target else '')
     inside = {j.opcode for c in o.called_computation_ids for j in comps[c]}
@@ -92,17 +89,13 @@ class ProgramReport:
         for o in self.works: cycles[o.kind] += o.cycles; runs[o.kind] += o.runs
         return [Work(k, n, runs[k], '') for k,n in cycles.most_common()]
 
-    def by_module(self,
-        depth:int=2, # Names of modules are cut to so many parts
-    ):
+    def by_module(self, depth:int=2):
         "Estimated cycles by module of the model, the largest first; None: optimizer, loss, transforms, and what the compiler does not name"
         cycles = Counter()
         for o in self.works: cycles[o.module and '.'.join(o.module.split('.')[:depth])] += o.cycles
         return cycles.most_common()
 
-    def share(self,
-        part:str, # Of the names of kinds of work
-    ):
+    def share(self, part:str):
         "Share of the estimated cycles"
         return sum(o.cycles for o in self.works if part in o.kind)/max(1, self.cycles)
 

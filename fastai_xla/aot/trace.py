@@ -103,9 +103,7 @@ _internal = re.compile('/torch_xla/|/fastai_xla/(data|monitor|aot|patches|virtua
 
 class ProgramLog:
     "What a process compiles and runs"
-    def __init__(self,
-        folder, # Where it is written
-    ): self.folder = Path(folder)
+    def __init__(self, folder): self.folder = Path(folder)
 
     @property
     def file(self): return self.folder/'programs.txt'
@@ -124,9 +122,7 @@ class ProgramLog:
                 res[-1] = res[-1]._replace(place=f'{m[1]}, {Path(m[2]).name}')
         return res
 
-    def program(self,
-        key:str, # Of a `ProgramRun`
-    ):
+    def program(self, key:str):
         "The program, a `HloModuleProto`; None while it is being written"
         i = [o.key for o in self.runs() if o.compiled].index(key)
         files = sorted(self.folder.glob('*before_optimizations.hlo.pb'), key=lambda o: (o.stat().st_mtime, o.name))
@@ -234,9 +230,7 @@ class CompileJob:
     phases:list=field(default_factory=lambda: ['train','valid']) # What the Learner has data for
 
 # %% ../../nbs/940_aot.trace.ipynb #workers
-def load_on_host(
-    dls, # `DataLoaders` of fastai's or torch's loaders
-):
+def load_on_host(dls):
     "Have a few batches of `dls` be made in this process, on the CPU"
     for dl in dls.loaders:
         if hasattr(dl, 'to'): dl.to(torch.device('cpu'))
@@ -320,12 +314,7 @@ def _last_program(folder):
     keys = [o.key for o in runs[note['n']:over.get('n')]][:1] or [o.key for o in runs if over] [-1:] # or all was cut off before
     return log.program(keys[0]) if keys else None
 
-def trace_phase(
-    job:CompileJob,
-    run, # The Learner, by `pack_run`
-    folder:Path, # A new folder
-    phase:str, # One of `compile_phases`
-):
+def trace_phase(job:CompileJob, run, folder:Path, phase:str):
     "The program of a step, a `HloModuleProto`, and the `StepRecorder`'s note"
     folder.mkdir()
     pid = _fork_tracer(job, run, folder, phase)
@@ -351,20 +340,14 @@ def _place_of_error(text, program):
     o = max((o for c in program.computations for o in c.instructions), key=lambda o: math.prod(o.shape.dimensions))
     return f" (its largest value is {shape_text(o.shape)} in the model's module {(module_of(o.metadata.op_name) or '')!r})"
 
-def compile_program(
-    cache:ProgramCache,
-    program, # A `HloModuleProto`, from `trace_phase`
-    job:CompileJob,
-):
+def compile_program(cache:ProgramCache, program, job:CompileJob):
     "What `cache.compile` returns for the devices of `job`"
     if job.strategy=='ranks': program = tpu_collectives(program)
     devices = dict(tpu={}, ranks=dict(replicas=job.n)).get(job.strategy, dict(partitions=job.n))
     try: return cache.compile(program, effort=job.effort, **devices)
     except CompileError as e: raise CompileError(f'{_place_of_error(str(e), program)}: {e}') from e
 
-def run_job(
-    folder, # With `job.json` and `learner.pkl`
-):
+def run_job(folder):
     "Trace the steps, compile them, and write what the compiler says beside the job"
     folder,traced = Path(folder),{}
     job,run = CompileJob(**json.loads((folder/'job.json').read_text())),pickle.loads((folder/'learner.pkl').read_bytes())

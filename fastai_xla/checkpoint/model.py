@@ -64,20 +64,13 @@ def _host_shards(named):
     res = [Shard(k, (0,)*t.ndim, t) for k,t in zip(whole, copies)] + (list(_device_shards(spread)) if spread else [])
     return [o._replace(data=o.data.as_subclass(torch.Tensor).contiguous()) for o in res]
 
-def shards_of(
-    tensors:dict, # By name
-    max_bytes:int=2**29, # Of a group
-):
+def shards_of(tensors:dict, max_bytes:int=2**29):
     "Yields lists of `Shard`s, copies on the host, a group of tensors at a time"
     ts = [t for t in tensors.values() if on_xla(t)]
     if ts: torch_xla._XLAC._xla_sync_multi(ts, [str(ts[0].device)], True, True)
     for names in _groups_by_size({k: t.numel()*t.itemsize for k,t in tensors.items()}, max_bytes): yield _host_shards({k: tensors[k] for k in names})
 
-def write_shards(
-    groups, # From `shards_of`
-    folder:Path, # Local
-    prefix:str='', # Of the names of the files
-):
+def write_shards(groups, folder:Path, prefix:str=''):
     "Write shards into safetensors files of `folder`, in each of which a tensor has one shard"
     for g,group in enumerate(groups, 1):
         files,seen = defaultdict(list),defaultdict(int)
@@ -94,9 +87,7 @@ def _n_bytes(dtype): return 1 if dtype=='BOOL' else int(re.search(r'\d+', dtype)
 
 class ShardFiles:
     "The tensors in safetensors files, each in one shard or several: `shapes` by name"
-    def __init__(self,
-        files, # Their paths
-    ):
+    def __init__(self, files):
         self.shards,self.shapes,self.n_bytes = defaultdict(list),{},defaultdict(int)
         for path in files:
             with safe_open(path, 'pt') as f: self._note_shards(f, path)
@@ -113,10 +104,7 @@ class ShardFiles:
             self.shards[k].append((path, idx))
             self.n_bytes[k] += _n_items(idx)*_n_bytes(o.get_dtype())
 
-    def read(self,
-        names, # Which tensors
-        max_bytes:int=2**29, # Of a group
-    ):
+    def read(self, names, max_bytes:int=2**29):
         "Yields dicts of whole tensors on the host, a group at a time"
         for group in _groups_by_size({k: self.n_bytes[k] for k in names}, max_bytes): yield self._read_group(group)
 

@@ -405,10 +405,8 @@ class CheckpointManager:
         return self._first_good(self.keep.by_metric(self.infos()))[0]
 
     @contextmanager
-    def opened(self,
-        main:bool=True, # Is this the host that keeps the folder?
-    ):
-        "A context in which no other training writes there, and at whose end all checkpoints are written"
+    def opened(self, main:bool=True):
+        "A context in which no other training writes there, if this host keeps the folder (`main`), and at whose end all checkpoints are written"
         with folder_lock(self.place) if main else nullcontext(noop) as self.check_lock:
             try: yield
             except BaseException:

@@ -134,20 +134,14 @@ def capture_state(
         kept={i: m.kept for i,m in enumerate(learner_metrics(learn)) if isinstance(m, DeviceMetric)}, # for the other ranks
         buffers=to_host([b.detach() for b in _buffers(learn)]) if world_size()>1 else []), known),left_out
 
-def read_state(
-    learn, # A Learner like the one that it is of
-    file, # Path of a file with what `capture_state` has given, or its bytes
-):
-    "The state in a file, for `restore_state`; its `start` is the `loader_state` when the epoch began"
+def read_state(learn, file):
+    "The state in a file (its path, or its bytes) from `capture_state`, for `restore_state`; its `start` is the `loader_state` when the epoch began"
     device = _device(learn)
     res = safe_loads(file, _known_objects(learn), device if device.type=='xla' else None)
     if not isinstance(res, dict) or 'states' not in res: raise Undecodable('it is no state of a training')
     return res
 
-def restore_state(
-    learn, # A Learner like the one that it is of
-    state:dict, # From `read_state`
-):
+def restore_state(learn, state:dict):
     "Give `learn` this state; returns the `loader_state` then"
     objects = _stateful(learn)
     for k,st in state['states'].items():
@@ -234,11 +228,7 @@ def _short(v, most=60):
     s = f'{v:.6g}' if isinstance(v, float) else str(v)
     return s if len(s)<=most else s[:most-3]+'...'
 
-def differences(
-    was:dict, # From `settings_of`
-    now:dict, # From `settings_of`
-    path='', # Of the part that these are
-):
+def differences(was:dict, now:dict, path=''):
     "The settings that differ, in words by name"
     if was==now: return {}
     if all(isinstance(o, list) and o and isinstance(o[0], dict) for o in (was, now)): was,now = (dict(enumerate(o)) for o in (was, now))
@@ -249,10 +239,7 @@ def differences(
     if now is None and isinstance(was, dict): return {path: f'{path} was removed'}
     return {path: f'{path} {_short(was)} -> {_short(now)}'}
 
-def check_differences(
-    diffs:dict, # From `differences`
-    folder, # Of the checkpoint
-):
+def check_differences(diffs:dict, folder):
     "A line that says what is not as it was, '' if all is; raises at what the training cannot resume with"
     bad = {k: o for k,o in diffs.items() if k.partition('.')[0] in _remedies}
     if not bad: return f"Resuming with changed settings: {'; '.join(diffs.values())}" if diffs else ''

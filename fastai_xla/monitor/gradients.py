@@ -167,10 +167,7 @@ def _finite_losses(learn):
 
 @around_phases
 @contextmanager
-def notice_nan(
-    learn, # A Learner with a trainer of ours
-    phase:str, # See `around_phases`
-):
+def notice_nan(learn, phase:str):
     "Have a fit say so, once, when the losses of an epoch are not finite"
     yield
     if phase!='epoch' or not hasattr(learn, 'recorder') or hasattr(learn, 'lr_finder'): return
@@ -181,10 +178,7 @@ def notice_nan(
 # %% ../../nbs/880_monitor.gradients.ipynb #squares
 def _square(ts): return sum(t.detach().float().pow(2).sum() for t in ts if t is not None)
 
-def group_squares(
-    groups, # Lists of parameters
-    f, # The tensor of a parameter that counts, or None
-):
+def group_squares(groups, f):
     "Of each group the sum of squares of what `f` gives, as one tensor"
     device = next(p for g in groups for p in g).device
     return torch.stack([torch.zeros((), device=device)+_square(map(f, g)) for g in groups])

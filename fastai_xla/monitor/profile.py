@@ -118,9 +118,7 @@ def train_batches(
 class TraceFile:
     "What the profiler of torch_xla writes into `folder`"
     scope = None
-    def __init__(self,
-        folder, # Where TensorBoard finds it
-    ):
+    def __init__(self, folder):
         from torch_xla.debug import profiler # not above: this module can be imported where torch_xla is missing
         self.folder,self.lib = Path(folder),profiler
         self.before = set(self._files())
@@ -128,10 +126,8 @@ class TraceFile:
 
     def _files(self): return self.folder.rglob('*.xplane.pb')
 
-    def enter(self,
-        name, # Of what begins now, where another ends; None: nothing begins
-    ):
-        "A piece of this thread's work begins"
+    def enter(self, name):
+        "A piece of this thread's work of that name begins, where another ends; None: nothing begins"
         if self.scope: self.scope.__exit__(None, None, None)
         self.scope = self.lib.torch_xla._XLAC.profiler.TraceMe(name) if name else None # `Trace` would name operations of the program, too
         if self.scope: self.scope.__enter__()
@@ -145,10 +141,7 @@ class TraceFile:
 # %% ../../nbs/870_monitor.profile.ipynb #phases
 phase_names = 'wait','input','forward','loss','backward','step','sync'
 
-def profile_table(
-    steps:list, # Of a `StepProfiler`
-    seconds:dict, # Of a `StepProfiler`
-):
+def profile_table(steps:list, seconds:dict):
     "Milliseconds a step by phase, and those of the device"
     if not steps: raise ValueError("No steps were looked at: train with a `StepProfiler` among the callbacks, for more batches than its first of `steps`.")
     def mean(k, i): return sum(o[k][i] for o in steps)/len(steps)*1e3

@@ -43,9 +43,7 @@ class ClockTimes(NamedTuple):
     compiling:float # By XLA, in this process
     input:float=0. # That the loader had no batch ready
 
-def read_clocks(
-    dl=None, # The loader in use, if its waiting counts
-):
+def read_clocks(dl=None):
     "The `ClockTimes` now"
     return ClockTimes(time.perf_counter(), time.thread_time(), compile_seconds(), 0. if dl is None else seconds_waited(dl))
 
@@ -75,9 +73,7 @@ def _hollow_copy(learn):
         for hooks in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks): hooks.clear()
     return res
 
-def batch_flops(
-    learn, # A Learner with a batch
-):
+def batch_flops(learn):
     "Operations of a training step with the inputs `learn.xb`; nothing is computed"
     check_type('learn', learn, Learner, 'a Learner')
     model,xb = _hollow_copy(learn),tree_map_only(torch.Tensor, lambda o: _hollow([o])[0], tuple(learn.xb))
@@ -96,23 +92,17 @@ TPU_KINDS = dict(v3=TPUKind(16*2**30, 61.5e12), v4=TPUKind(32*2**30, 275e12), v5
     v6e=TPUKind(32e9, 918e12))
 _aliases = {'v5 lite': 'v5e', 'v5litepod': 'v5e', 'v5': 'v5p', 'v6 lite': 'v6e'}
 
-def tpu_kind(
-    name:str, # Of a device, such as 'TPU v5 lite' or 'v5litepod'
-):
+def tpu_kind(name:str):
     "The short name of a kind of TPU, such as 'v5e'; any other name as it is"
     name = check_type('name', name, str, "the name of a device, such as 'TPU v4'").removeprefix('TPU ')
     return _aliases.get(name, name)
 
-def peak_flops_of(
-    name:str, # Of a device
-):
+def peak_flops_of(name:str):
     "bf16 operations a second of a device of that name; None if they are not known"
     kind = TPU_KINDS.get(tpu_kind(name))
     return kind and kind.flops
 
-def device_name(
-    device, # Of torch_xla or TorchTPU
-):
+def device_name(device):
     "The kind of `device`, as it reports it; under SPMD as the machine's environment says, '' if it does not"
     if torch.device(device).type=='tpu': return torch.tpu.get_device_name(device).removeprefix('TPU').strip()
     return os.environ.get('TPU_ACCELERATOR_TYPE', '').split('-')[0] if xr.is_spmd() else torch_xla._XLAC._xla_device_kind(str(device))
@@ -145,9 +135,7 @@ def _ratio(a, b): return a/b if b else float('nan')
 
 def _text(v): return '-' if v is None else f'{v:.4g}' if isinstance(v, float) else str(v)
 
-def rates_table(
-    rows:list, # Of epochs: the number of the epoch and its `Rates`
-):
+def rates_table(rows:list):
     "A row for each epoch"
     return RowTable([tuple(map(_text, o)) for o in rows], columns=('epoch', *Rates._fields))
 
@@ -167,9 +155,7 @@ class FitMessage:
         if bar: bar.write(self.line)
         else: print(self.line)
 
-    def show(self,
-        learn, # A Learner in a fit, on any rank
-    ):
+    def show(self, learn):
         "Note the rows for `learn` where the notebook is, and show the line once, unless it is quiet"
         if not is_main(): return
         if learn._grab_cbs(ProgressReporter): post(('show', self))
@@ -354,10 +340,7 @@ class Throughput(TPUMeter):
 
 @around_phases
 @contextmanager
-def time_fit(
-    learn, # A Learner with a trainer of ours
-    phase:str, # See `around_phases`
-):
+def time_fit(learn, phase:str):
     "Have a fit on a device timed"
     timed = phase=='fit' and any(cb.trains for cb in xla_callbacks(learn)) and not learn._grab_cbs(TPUMeter)
     with learn.added_cbs(Throughput() if timed else None):

@@ -47,9 +47,7 @@ def deferred():
         with mode.set_eager_mode(mode.EagerMode.DEFER_AND_FUSE): yield
     finally: mode.enable_cpu_fallback = was
 
-def sync(
-    ts=(), # Tensors that are wanted, best all that the programs share
-):
+def sync(ts=()):
     "Have what waits compiled and run, without waiting for it: what leads to `ts` as one program, then the rest"
     from torch_tpu._internal import sync as tpu
     from torch_tpu._internal.device import _device_ops_backend as ops
@@ -108,10 +106,7 @@ class CompiledCall:
         for m in self.model.modules():
             if isinstance(m, ToTensorBase): loans.lend(m, 'forward', _as_it_is)
 
-    def give_up(self,
-        why:str, # The model cannot be compiled
-        buffers=(), # What its buffers were
-    ):
+    def give_up(self, why:str, buffers=()):
         "Call the model as it is from now on"
         with torch.no_grad():
             for b,o in zip(self.model.buffers(), buffers): b.copy_(o)

@@ -28,9 +28,7 @@ from .trainer import attach, detach_tpu, only_defaults, TorchTPUTrainer
 
 # %% ../../nbs/988_torch_tpu.distributed.ipynb #average
 @torch.no_grad()
-def average(
-    ts, # Tensors of the device, the same on every rank
-):
+def average(ts):
     "Make each of `ts` its mean over the ranks"
     if world_size()==1: return
     for dtype in dict.fromkeys(t.dtype for t in ts):
@@ -93,11 +91,7 @@ class GradientAverager(GradientReducer):
         average([p.grad for p,*_ in self.opt.all_params(with_grad=True)])
 
 # %% ../../nbs/988_torch_tpu.distributed.ipynb #group
-def _check_ranks(
-    n_cores:int|None, # As for `to_tpu_distributed`
-    n_ranks:int, # In the process group, 1 without one
-    n_chips:int, # Of this machine
-):
+def _check_ranks(n_cores:int|None, n_ranks:int, n_chips:int):
     "Raise an error, with what to do, unless these fit"
     if n_ranks==1 and n_chips>1:
         raise RuntimeError(f"This process is one of one, and the machine has {n_chips} TPUs: on TorchTPU each needs a process. "

@@ -109,10 +109,7 @@ def _step(opt, stock, closure=None):
     if isinstance(opt, OptimWrapper): give_torch_state(opt.opt, work)
 
 # %% ../../nbs/985_torch_tpu.optimizer.ipynb #lend
-def lend_step(
-    opt, # An optimizer of fastai, or `OptimWrapper`
-    loans, # `Loans` that restore it
-):
+def lend_step(opt, loans):
     "Patch `opt` with a step for all parameters at once"
     if isinstance(opt, Lookahead): return lend_step(opt.opt, loans)
     if isinstance(opt, OptimWrapper) or type(opt).step is Optimizer.step and 'step' not in vars(opt): loans.lend(opt, 'step', _step)

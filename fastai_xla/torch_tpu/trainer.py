@@ -150,9 +150,7 @@ _elsewhere = dict(strict=(False, 'what makes a step slow is not looked for'), ca
     loss=(None, 'the loss of a rank is that of its own samples'),
     watchdog=(15., 'torchrun watches over the processes'))
 
-def only_defaults(
-    **kwargs, # Arguments that have no counterpart on TorchTPU
-):
+def only_defaults(**kwargs):
     "Raise an error for the first that is not left out"
     for k,v in kwargs.items():
         default,why = _elsewhere[k]
@@ -166,10 +164,7 @@ def to_tpu(learn, batch_tfms='auto', fetch_every=1., strict=False, cache=None, r
     learn.torch_tpu_trainer.feed()
     return learn
 
-def attach(
-    learn,
-    cb:TorchTPUTrainer, # Which trains it from now on
-):
+def attach(learn, cb:TorchTPUTrainer):
     "Move `learn` to the device of this process, and have `cb` train it"
     device = tpu_device()
     _remove(learn)
