@@ -1,7 +1,6 @@
 "Small Learners, one of each family of programs, and what each is compiled for"
 from parity_models import *
-from fastai.vision.gan import FixedGANSwitcher, GANLearner
-from text_models import classifier, language_model
+from text_models import classifier
 
 def all_tfms():
     "Each transform that runs on the device and keeps the size, and noise"
@@ -27,8 +26,6 @@ def unet(sz=16, bs=4):
     db = DataBlock((ImageBlock, MaskBlock(codes=list('abc'))), get_x=lambda i: xs[i], get_y=lambda i: (xs[i].sum(2)//300).astype(np.uint8), splitter=IndexSplitter(range(16, 24)),
         batch_tfms=[Flip(), Normalize.from_stats(*imagenet_stats)])
     return unet_learner(db.dataloaders(range(24), bs=bs, num_workers=0), _tiny_body, pretrained=False, n_out=3, metrics=DiceMulti())
-
-def unet_bf16(): return unet().to_bf16()
 
 @seeded
 def convnext():
@@ -59,14 +56,6 @@ def small_images():
     body = nn.Sequential(ConvLayer(3, 128, stride=4), ConvLayer(128, 128), ConvLayer(128, 256, ks=1), ConvLayer(256, 128, stride=2), ConvLayer(128, 128))
     return Learner(image_dls(8), nn.Sequential(body, nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(128, 4)))
 
-@seeded
-def gan():
-    "A generator and a critic"
-    def net(n_in, n_out): return nn.Sequential(nn.Linear(n_in, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, n_out))
-    ds = [(torch.randn(4), torch.randn(6)) for _ in range(32)]
-    dls = DataLoaders(TfmdDL(ds, bs=8), TfmdDL(ds, bs=8))
-    return GANLearner.wgan(dls, net(4, 6), net(6, 1), switcher=FixedGANSwitcher(n_crit=2, n_gen=1), opt_func=SGD)
-
 class CutAfterPred(Callback):
     "Ends a program where the model has predicted"
     def after_pred(self):
@@ -80,7 +69,7 @@ FAMILIES = dict(
     images_bf16=(images_bf16, 'v5e-1', None, {}), images_sgd_replicas=(images_sgd, 'v5e-4', 'ranks', {}), images_all_cores=(images_sgd, 'v5e-4', None, {}), vit_v6e=(vit, 'v6e-1', None, {}),
     vit_scan_fsdp8=(wide_vit, 'v5e-8', 'sharded', dict(fsdp=8, scan=True)), vit_2x4=(wide_vit, 'v5e-8', 'sharded', dict(replica=2, fsdp=4, grad_ckpt=True)),
     cut=(cut, 'v5e-1', None, {}), vit_checkpointed=(vit_checkpointed, 'v5e-1', None, {}),
-    text=(classifier, 'v5e-1', None, {}), language_model=(language_model, 'v5e-1', None, {}), unet=(unet, 'v5e-1', None, {}), unet_bf16=(unet_bf16, 'v5e-1', None, {}),
+    text=(classifier, 'v5e-1', None, {}), unet=(unet, 'v5e-1', None, {}),
     convnext=(convnext, 'v5e-1', None, {}), small_images=(small_images, 'v5e-1', None, {}), tabular_v4=(tabular, 'v4-8', None, {}),
-    collab_dot=(collab_dot, 'v5e-1', None, {}), collab_nn=(collab_nn, 'v5e-1', None, {}), gan=(gan, 'v5e-1', None, {}))
+    collab_dot=(collab_dot, 'v5e-1', None, {}))
 "Of each family: a Learner, the slice, the form, and options"

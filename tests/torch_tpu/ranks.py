@@ -7,7 +7,7 @@ from pathlib import Path
 import torch, torch.distributed as dist
 from fastai.callback.all import *
 from parity_models import *
-from workloads import plain_fastai, TOL
+from workloads import outcome, plain_fastai, TOL
 from fastai_xla.all import *
 from fastai_xla.runtime.ranks import is_main, rank, world_size
 
@@ -42,17 +42,7 @@ def table(bs):
 @work
 def collab(bs): return collab_learner(CollabDataLoaders.from_df(ratings(), seed=3, bs=2*bs), n_factors=6, y_range=(0,5.5), metrics=[rmse, mae])
 
-def trained(name, bs, attach=None):
-    "What the workload leaves behind, and its Learner"
-    set_seed(42, reproducible=True)
-    learn = RANKS[name](bs)
-    learn,fit = learn if isinstance(learn, tuple) else (learn, lambda l: l.fit_one_cycle(2, 3e-3))
-    if attach: attach(learn)
-    set_seed(7)
-    with learn.no_bar(),learn.no_logging(): fit(learn)
-    hist = {'losses':leaves(learn.recorder.losses), 'metrics':leaves(learn.recorder.values)}
-    with learn.no_bar(): preds,targs = learn.get_preds()
-    return merge(hist, {'weights':leaves(learn.model.state_dict()), 'opt state':opt_leaves(learn.opt), 'preds':leaves(preds), 'targs':leaves(targs)}),learn
+def trained(name, bs, attach=None): return outcome(partial(RANKS[name], bs), attach=attach)
 
 def join(rank, place, n=2):
     import gloo_tpu

@@ -25,19 +25,22 @@ def plain_fastai():
     try: yield
     finally: apply_patches()
 
-def trained(name, tpu=False):
-    "What the workload leaves behind: `{group: {path: array}}`, and its Learner"
-    w = WORK[name]
+def outcome(make, lr=3e-3, attach=None, preds=True):
+    "What the Learner that `make` makes, perhaps with a function that trains it, leaves behind: `{group: {path: array}}`; and the Learner"
     set_seed(42, reproducible=True)
-    learn = w.f()
-    learn,fit = learn if isinstance(learn, tuple) else (learn, lambda l: l.fit_one_cycle(2, w.lr))
-    if tpu: learn.to_tpu(**w.to_tpu)
+    learn = make()
+    learn,fit = learn if isinstance(learn, tuple) else (learn, lambda l: l.fit_one_cycle(2, lr))
+    if attach: attach(learn)
     set_seed(7)
     with learn.no_bar(),learn.no_logging(): fit(learn)
     r = learn.recorder
     hist = {'losses':leaves(r.losses), 'metrics':leaves(r.values)}
-    with learn.no_bar(): preds,targs = learn.get_preds() if w.preds else (learn.validate(),None)
+    with learn.no_bar(): preds,targs = learn.get_preds() if preds else (learn.validate(),None)
     return merge(hist, {'weights':leaves(learn.model.state_dict()), 'opt state':opt_leaves(learn.opt), 'preds':leaves(preds), 'targs':leaves(targs)}), learn
+
+def trained(name, tpu=False):
+    w = WORK[name]
+    return outcome(w.f, w.lr, (lambda l: l.to_tpu(**w.to_tpu)) if tpu else None, w.preds)
 
 TOL = {'losses':1e-5, 'metrics':2e-5, 'weights':3e-5, 'opt state':5e-5, 'preds':1e-5, 'targs':0}
 
