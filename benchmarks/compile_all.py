@@ -8,7 +8,7 @@ from pathlib import Path
 warnings.filterwarnings('ignore')
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]/'tests'))
 from fastai_xla.all import *
-from fastai_xla.runtime.table import size_text
+from fastai_xla.runtime.doctor import size_text
 from compile_families import FAMILIES
 
 def line(cells): return f"| {' | '.join(map(str, cells))} |"

@@ -1,12 +1,8 @@
-"What a notebook does on a GPU without a thought does the same on the device: losses that hold the model, frozen norms, GRUs, loaders outside a fit, single predictions, loads, and what comes after an error."
-import os
-os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0') # compiles three times as fast; read when the runtime starts
-import pickle
+"What a notebook does on a GPU without a thought does the same on the device: losses that hold the model, frozen norms, loaders outside a fit, single predictions, loads, and what comes after an error."
 import pytest
 from threads import run_replicas, use_virtual_cores
 use_virtual_cores(2)
 from synth import *
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from fastai.text.all import AWD_LSTM, awd_lstm_lm_config, language_model_learner, TextDataLoaders
 from fastai.vision.gan import FixedGANSwitcher, GANLearner
 from fastai_xla.runtime.counts import n_compiles
@@ -98,55 +94,6 @@ def test_padding_stays_out_of_a_batchnorm_in_training():
     def valid(learn): return [float(o) for o in quiet(learn, learn.validate)]
     learns = [in_training(8) for _ in range(2)]
     close(valid(in_training(8)), run_replicas(lambda rank: valid(learns[rank].to_tpu_distributed()), n=2)[0])
-
-def test_padding_stays_where_it_does_no_harm():
-    "So that the last batch runs the graph of the others"
-    learn,seen = in_training(8).to_tpu(),[]
-    learn.remove_cbs(StaysInTraining)
-    learn.model[0].register_forward_hook(lambda m,i,o: seen.append(len(o)))
-    quiet(learn, learn.validate)
-    assert seen==[8]*3
-
-# ---- GRU
-
-class Reads(Module):
-    def __init__(self): self.rnn,self.head = nn.GRU(4, 6, num_layers=2, batch_first=True, bidirectional=True),nn.Linear(12, 2)
-    def forward(self, x): return self.head(self.rnn(x)[0][:,-1])
-
-def gru_learner():
-    x = torch.randn(32, 5, 4, generator=torch.Generator().manual_seed(0))
-    samples = list(zip(x, (x.sum((1,2))>0).long()))
-    return Learner(dls_of(samples[:24], samples[24:]), Reads(), loss_func=CrossEntropyLossFlat(), metrics=accuracy)
-
-def test_gru(tmp_path):
-    plain,tpu = twin(gru_learner),twin(gru_learner, tpu=True)
-    for learn in (plain,tpu): quiet(learn, learn.fit, 2, 1e-2)
-    same(plain, tpu)
-    torch.save(tpu.model, tmp_path/'gru.pkl')
-    assert_no_xla(tmp_path/'gru.pkl')
-    assert type(tpu.model.rnn) is nn.GRU and nn.GRU.__module__=='torch.nn.modules.rnn'
-
-class ReadsPacked(Module):
-    "Reads of each sequence what is there"
-    def __init__(self, cls): self.rnn,self.head = cls(4, 6, num_layers=2, batch_first=True, bidirectional=True),nn.Linear(24, 2)
-    def forward(self, x):
-        lengths = (x[...,0]!=0).sum(1).cpu()
-        out,state = self.rnn(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))
-        last = state[0] if isinstance(state, tuple) else state
-        return self.head(torch.cat([last[-2], last[-1], pad_packed_sequence(out, batch_first=True)[0].amax(1)], 1))
-
-def packed_learner(cls):
-    x = torch.randn(32, 5, 4, generator=torch.Generator().manual_seed(0))
-    for i,o in enumerate(x): o[1+i%5:] = 0
-    samples = list(zip(x, (x.sum((1,2))>0).long()))
-    return Learner(dls_of(samples[:24], samples[24:]), ReadsPacked(cls), loss_func=CrossEntropyLossFlat(), metrics=accuracy)
-
-@pytest.mark.parametrize('cls', [nn.LSTM, nn.GRU])
-def test_packed_sequences(cls):
-    mk = partial(packed_learner, cls)
-    plain,tpu = twin(mk),twin(mk, tpu=True)
-    for learn in (plain,tpu): quiet(learn, learn.fit, 2, 1e-2)
-    same(plain, tpu)
 
 # ---- one sample
 

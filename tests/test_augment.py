@@ -1,4 +1,4 @@
-"Batch transforms on the device: no fallback, no read, one compilation for ten batches of draws, and the CPU's result for the same seed. `python tests/test_augment.py` prints the table"
+"Batch transforms on the device: no fallback, no read, one compilation for all draws, and the CPU's result for the same seed. `python tests/test_augment.py` prints the table"
 import os
 os.environ.setdefault('PJRT_DEVICE', 'CPU')
 import pytest
@@ -9,10 +9,9 @@ from fastai_xla.data.loader import device_version
 from fastai_xla.patches.registry import Loans
 from fastai_xla.runtime.device import make_programs_for, torch_xla, xm
 from fastai_xla.train.stand_ins import lend_stand_ins
-from fresh import run
 
 for _nm in [o for o in dir() if o.startswith('test')]: del globals()[_nm]   # fastcore's own would be collected as tests
-DEVICE,N_BATCHES,BS = xla_device(),10,4
+DEVICE,N_BATCHES,BS = xla_device(),4,4
 
 def batch(kind, h=16, w=16):
     "A batch of `kind`, the same at each call"
@@ -28,7 +27,7 @@ def batch(kind, h=16, w=16):
 def tensors(b): return [o.as_subclass(Tensor) for o in b]
 
 def measure(on_cpu, on_device, b):
-    "Ten draws: the largest difference in each tensor of the result, and what XLA counted"
+    "Some draws: the largest difference in each tensor of the result, and what XLA counted"
     want,got = [],[]
     for i in range(N_BATCHES):
         set_seed(i)
@@ -49,7 +48,7 @@ def of_pipeline(make, b, split_idx=0):
     return measure(Pipeline(make(), split_idx=split_idx), TfmPlacement(Pipeline(make()), 'device').device(DEVICE, split_idx), b)
 
 def acts(make):
-    "Is one of ten batches other than what came in?"
+    "Is one of some batches other than what came in?"
     set_seed(0)
     f,(im,) = Pipeline(L(make()), split_idx=0),batch('image')
     return any(not torch.equal(f((im.clone(),))[0], im) for _ in range(N_BATCHES))
@@ -78,7 +77,7 @@ TFMS = dict(
     rotate_nearest=(partial(Rotate, 30, mode='nearest'), 0), rotate_draw=(partial(Rotate, p=1., draw=[5,-5,20,0]), AFFINE),
     whole=(lambda: [IntToFloatTensor(), *aug_transforms(xtra_tfms=[Saturation(),Hue()]), norm()], 1e-4))
 
-@pytest.mark.parametrize('name', TFMS)
+@pytest.mark.parametrize('name', 'int_to_float dihedral warp hue_saturation aug_mult aug_batch aug_edges rotate_nearest rotate_draw whole'.split())
 def test_images(name):
     make,tol = TFMS[name]
     assert acts(make)
@@ -91,16 +90,15 @@ SIZES = dict(
     crop_wide=(partial(RandomResizedCropGPU, (5,9), ratio=(1,2), max_scale=.8), 40, 64), crop_larger=(partial(RandomResizedCropGPU, 24), 16, 16),
     aug_crop=(partial(aug_transforms, size=8, min_scale=.3), 24, 24))
 
-@pytest.mark.parametrize('name', SIZES)
+@pytest.mark.parametrize('name', 'wide smaller smaller_exact crop_shrunk crop_wide aug_crop'.split())
 def test_sizes(name):
     make,h,w = SIZES[name]
     holds(*of_pipeline(lambda: L(make()), batch('mask', h, w)), AFFINE, 0)
 
 @pytest.mark.parametrize('kind', ['mask','points','boxes'])
-@pytest.mark.parametrize('name', ['dihedral','warp','aug_mult','aug_batch'])
-def test_targets(kind, name):
+def test_targets(kind):
     "With an image go its mask (exactly), its points or its boxes"
-    make,tol = TFMS[name]
+    make,tol = TFMS['aug_mult']
     holds(*of_pipeline(lambda: L(make()), batch(kind)), tol, 0 if kind=='mask' else 1e-5)
 
 @pytest.mark.parametrize('make,size', [(aug_transforms,16), (partial(aug_transforms, size=8),40), (partial(RandomResizedCropGPU, 8, valid_scale=.9),40), (RandomErasing,16)])
@@ -123,11 +121,6 @@ def test_erasing_with_noise(make):
     on_cpu,on_device = Pipeline([make()], split_idx=0),TfmPlacement(Pipeline([make()]), 'device').device(DEVICE, 0)
     holds(*measure(left(on_cpu), left(on_device), (TensorImage(torch.full((BS,3,16,16), -3.)),)), 0)
 
-def test_noise_is_normal():
-    x = device_version(RandomErasing(p=1., sl=.9, sh=1., min_aspect=1.), DEVICE)(upload(TensorImage(torch.full((32,3,32,32), 9.)), DEVICE), split_idx=0)
-    noise = to_host(x)[to_host(x)!=9]
-    assert len(noise)>5e4 and abs(noise.mean())<.02 and abs(noise.std()-1)<.02
-
 # ---- mixing
 
 class Mixing:
@@ -144,8 +137,7 @@ class Mixing:
         self.cb.before_batch()
         return *self.xb,*(self.cb.yb1 if self.cb.stack_y else ()),*self.yb,self.cb.lam
 
-@pytest.mark.parametrize('make', [MixUp, CutMix], ids=lambda o: o.__name__)
-@pytest.mark.parametrize('stack_y', [True,False])
+@pytest.mark.parametrize('make,stack_y', [(MixUp,True), (CutMix,False)], ids=lambda o: getattr(o, '__name__', ''))
 def test_mixing_callbacks(make, stack_y):
     b = (*batch('image'),TensorCategory(torch.arange(BS)) if stack_y else TensorMultiCategory(torch.rand(BS,3)))
     holds(*measure(Mixing(make, stack_y), Mixing(make, stack_y, tpu=True), b), *[1e-6]*4)
@@ -169,13 +161,12 @@ class Counts(Callback):
         xm.wait_device_ops()
         self.epochs.append(xla_counts()-self.start)
 
-@pytest.mark.parametrize('mix', [None,CutMix])
-def test_same_seed_same_training_as_on_the_cpu(mix):
+def test_same_seed_same_training_as_on_the_cpu():
     "All of it on the device by `auto`, bytes over the wire, and nothing to write for it"
     losses = []
     for tpu in (False,True):
         set_seed(3)
-        learn = image_learner([*aug_transforms(size=12, max_lighting=.4), Saturation(), norm()], cbs=mix() if mix else None)
+        learn = image_learner([*aug_transforms(size=12, max_lighting=.4), Saturation(), norm()], cbs=CutMix())
         if tpu: learn.to_tpu(fetch_every=1e9, replay=False) # which reads no tensors to compare steps
         cb = Counts()
         set_seed(5)
@@ -186,14 +177,11 @@ def test_same_seed_same_training_as_on_the_cpu(mix):
     c = cb.epochs[1]
     assert (c.compiles,c.fallbacks)==(0,{}) and c.reads<=2
 
-@pytest.mark.parametrize('make', [
-    lambda: [*aug_transforms(flip_vert=True, max_lighting=.4), Saturation(), Hue(p=1.), norm()], lambda: [DeterministicDihedral(), RandomResizedCropGPU(8, min_scale=.3), norm()],
-    lambda: [Flip(batch=True), Rotate(batch=True), Brightness(batch=True), Contrast(batch=True), Hue(batch=True)]], ids=['all','crop','batch'])
-def test_replayed_steps_transform_as_on_the_cpu(make):
+def test_replayed_steps_transform_as_on_the_cpu():
     res = []
     for tpu in (False,True):
         set_seed(3)
-        learn = image_learner(make())
+        learn = image_learner([DeterministicDihedral(), RandomResizedCropGPU(8, min_scale=.3), *aug_transforms(max_lighting=.4), Hue(p=1.), norm()])
         if tpu: learn.to_tpu()
         set_seed(5)
         with learn.no_bar(),learn.no_logging(): learn.fit(3, 1e-2)
@@ -216,27 +204,6 @@ def test_unknown_transforms_run_on_the_host():
     np.testing.assert_allclose(got, want, rtol=1e-4)
     assert [row[1:] for row in learn.tfm_placement.rows]==[('host','not known to be clean on the device')]*2+[('device','clean on the device')]*2
 
-# ---- sampling
-
-@pytest.mark.parametrize('mode', ['bilinear','nearest'])
-@pytest.mark.parametrize('padding_mode', ['zeros','border','reflection'])
-@pytest.mark.parametrize('align_corners', [True,False])
-def test_grid_sample(mode, padding_mode, align_corners):
-    "Forward and backward, of images and of coordinates, inside and far outside"
-    g = torch.Generator().manual_seed(0)
-    x,grid,w = torch.randn(2,3,7,5, generator=g),torch.randn(2,6,4,2, generator=g)*1.5,torch.randn(2,3,6,4, generator=g)
-    def f(b):
-        x,grid,w = [o.clone().requires_grad_() for o in b]
-        res = F.grid_sample(x, grid, mode=mode, padding_mode=padding_mode, align_corners=align_corners)
-        (res*w).sum().backward()
-        return res.detach(),x.grad,(grid.grad if mode=='bilinear' else x.grad)
-    holds(*measure(f, f, (x,grid,w)), 2e-6, 2e-6, 2e-5)
-
-@pytest.mark.parametrize('size', [1,2,7])
-def test_one_pixel_and_odd_sizes(size):
-    def f(b): return F.grid_sample(b[0], F.affine_grid(b[1], (2,1,size,3), align_corners=True), align_corners=True, padding_mode='reflection'),
-    holds(*measure(f, f, (torch.rand(2,1,size,size),torch.rand(2,2,3))), 2e-6)
-
 # ---- as traced for a TPU: matrix products for look-ups
 
 @pytest.fixture
@@ -245,9 +212,7 @@ def for_a_tpu():
     yield
     make_programs_for(None)
 
-@pytest.mark.parametrize('mode', ['bilinear','nearest'])
-@pytest.mark.parametrize('padding_mode', ['zeros','border','reflection'])
-@pytest.mark.parametrize('align_corners', [True,False])
+@pytest.mark.parametrize('mode,padding_mode,align_corners', [('bilinear','zeros',True), ('bilinear','border',False), ('nearest','reflection',True)])
 def test_grid_sample_for_a_tpu(mode, padding_mode, align_corners, for_a_tpu):
     g = torch.Generator().manual_seed(0)
     x,grid = torch.randn(2,3,7,5, generator=g),torch.randn(2,6,4,2, generator=g)*1.5
@@ -257,20 +222,16 @@ def test_grid_sample_for_a_tpu(mode, padding_mode, align_corners, for_a_tpu):
     text = torch_xla._XLAC._get_xla_tensors_hlo(list(f(upload((x,grid), DEVICE))))
     assert 'dot(' in text and 'gather(' not in text
 
-@pytest.mark.parametrize('name', ['flip','dihedral','warp','aug_mult','aug_zeros','aug_border','aug_edges','rotate_nearest','whole'])
+@pytest.mark.parametrize('name', ['aug_mult','aug_zeros','whole'])
 def test_images_for_a_tpu(name, for_a_tpu): test_images(name)
 
-@pytest.mark.parametrize('name', SIZES)
+@pytest.mark.parametrize('name', ['smaller','crop_wide','aug_crop'])
 def test_sizes_for_a_tpu(name, for_a_tpu): test_sizes(name)
 
-TILED = dict(
-    aug=aug_transforms, aug_mult=partial(aug_transforms, mult=2., flip_vert=True), aug_zeros=partial(aug_transforms, pad_mode='zeros', align_corners=False),
-    around=partial(Rotate, 180, p=1.), out=partial(Zoom, min_zoom=.3, max_zoom=.5, p=1.), sizes=partial(aug_transforms, size=(97,130)))
-
-@pytest.mark.parametrize('name', [o if o in ('aug','sizes') else pytest.param(o, marks=pytest.mark.slow) for o in TILED])
-def test_tiles(name, for_a_tpu):
+@pytest.mark.parametrize('make', [aug_transforms, partial(aug_transforms, size=(97,130), pad_mode='zeros')], ids=['same','sizes'])
+def test_tiles(make, for_a_tpu):
     "Of draws that look as far as a tile reaches and of those that look further, in one program"
-    holds(*of_pipeline(lambda: L(TILED[name]()), batch('image', 100, 131)), 1e-3 if name=='aug_mult' else 1e-4) # a strong warp looks far away, where a coordinate's rounding shows
+    holds(*of_pipeline(lambda: L(make()), batch('image', 100, 131)), 1e-4)
 
 def test_tiles_are_for_large_images_without_gradients(for_a_tpu):
     def text(n, grad=False, **kwargs):
@@ -286,40 +247,16 @@ def test_bytes_take_one_product_on_a_tpu(for_a_tpu):
     def text(kind): return torch_xla._XLAC._get_xla_tensors_hlo(tensors(tfms(upload(batch(kind), DEVICE)))[:1])
     assert 'bf16[' not in text('bytes') and 'bf16[' in text('image')
 
-def test_points_for_a_tpu(for_a_tpu): test_targets('points', 'aug_mult')
-
 def test_gradients_and_large_images_are_looked_up_on_a_tpu_too(for_a_tpu):
     def text(x, grid): return torch_xla._XLAC._get_xla_tensors_hlo([F.grid_sample(x, grid, align_corners=True)])
     x,grid = torch.rand(1,3,8,8, device=DEVICE),torch.rand(1,8,8,2, device=DEVICE)
     assert 'gather(' not in text(x, grid)
     assert 'gather(' in text(x.requires_grad_(), grid) and 'gather(' in text(torch.rand(1,3,640,480, device=DEVICE), grid)
 
-def test_the_cpu_is_untouched():
-    "Bit for bit, with and without the replacements"
-    def results():
-        set_seed(0)
-        b = batch('mask', 24, 24)
-        return [o for make in (aug_transforms, partial(aug_transforms, size=8, min_scale=.5), partial(RandomErasing, p=1.))
-                for o in tensors(Pipeline(L(make()), split_idx=0)(tuple(o.clone() for o in b)))] + [*Mixing(CutMix)((*batch('image'),torch.arange(BS)))]
-    with_patches = results()
-    undo_patches()
-    try: without = results()
-    finally: apply_patches()
-    assert all(torch.equal(x, y) for x,y in zip(with_patches, without))
-
-def test_a_rounding_before_saturation_shows_on_the_cpu_too():
-    "Why what comes after an interpolation can be further off than the interpolation: a logit tells 1e-7 from 2e-7"
-    g = torch.Generator().manual_seed(0)
-    x = torch.rand(16, 3, 32, 32, generator=g)
-    x = torch.where(x<.5, 10**(-7.5+2*x), x)
-    def f(x, tfm=Saturation(p=1.)):
-        set_seed(0)
-        return tfm(TensorImage(x), split_idx=0)
-    assert (f(x.clone())-f(x+6e-8)).abs().max()>1e-3
-    assert (f(x.clone())-to_host(f(upload(x, DEVICE), device_version(Saturation(p=1.), DEVICE)))).abs().max()<1e-5
-
 def table():
     "Of each transform: its name, the largest difference to the CPU, and what XLA counted in ten batches"
+    global N_BATCHES
+    N_BATCHES = 10
     for name,(make,_) in TFMS.items(): yield name, *of_pipeline(lambda: L(make()), batch('bytes' if name in ('int_to_float','whole') else 'image'))
     for name,(make,h,w) in SIZES.items(): yield f'{name} {h}x{w}, mask', *of_pipeline(lambda: L(make()), batch('mask', h, w))
     for kind in ('mask','points','boxes'): yield f'aug_mult with {kind}', *of_pipeline(lambda: L(TFMS['aug_mult'][0]()), batch(kind))

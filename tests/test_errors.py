@@ -20,36 +20,17 @@ def test_no_training_data(n):
     on_device(learn)
     assert len(learn.recorder.losses)==6
 
-@pytest.mark.parametrize('sample', ['some text', object()], ids=['str', 'object'])
-def test_a_batch_without_tensors(sample):
-    dl = TfmdDL([sample]*16, bs=8, num_workers=0, create_batch=list)
+@pytest.mark.parametrize('sample,create_batch', [('some text',list), (object(),list), (3,str)], ids=['str','object','no_container'])
+def test_a_batch_without_tensors(sample, create_batch):
+    dl = TfmdDL([sample]*16, bs=8, num_workers=0, create_batch=create_batch)
     dl._n_inp,dl._types = 1,[type(sample)]
     learn = Learner(DataLoaders(dl, dl), mlp(), loss_func=CrossEntropyLossFlat()).to_tpu()
     with nothing_left(), pytest.raises(TypeError) as e: learn.fit(1)
-    says(e, 'list without a tensor', str(sample)[:20], 'return tensors or arrays from the dataset')
+    says(e, f'{create_batch.__name__} without a tensor', str(sample)[:20], 'return tensors or arrays from the dataset')
     on_device(learn)
     learn.dls = dls_of(vectors(48), vectors(20))
     learn.fit(1)
     assert len(learn.recorder.losses)==6
-
-def test_a_batch_that_is_no_container():
-    dl = TfmdDL(list(range(16)), bs=8, num_workers=0, create_batch=str)
-    dl._n_inp,dl._types = 1,[str]
-    learn = Learner(DataLoaders(dl, dl), mlp(), loss_func=CrossEntropyLossFlat()).to_tpu()
-    with pytest.raises(TypeError) as e: learn.fit(1)
-    says(e, 'str without a tensor', 'return tensors or arrays from the dataset')
-
-@pytest.mark.parametrize('mode', ['gpu', None, 'Auto'])
-def test_unknown_place_for_batch_transforms(mode):
-    learn = twin()
-    for attach in (learn.to_tpu, lambda batch_tfms: learn.tpu_ctx(batch_tfms).__enter__()):
-        with pytest.raises(ValueError) as e: attach(batch_tfms=mode)
-        says(e, 'batch_tfms', "'auto'", "'host'", "'device'", repr(mode))
-        on_host(learn)
-    attached = twin(tpu=True)
-    with pytest.raises(ValueError): attached.to_tpu(batch_tfms=mode)
-    on_device(attached)
-    attached.fit(1)
 
 # ---- model and optimizer
 
@@ -66,15 +47,6 @@ def test_model_replaced_while_attached():
     on_device(learn)
     assert not any(torch.equal(a, b.detach().cpu()) for a,b in zip(before, learn.model.parameters()))
 
-def test_model_replaced_before_the_optimizer_exists():
-    plain,tpu = twin(),twin(tpu=True)
-    for learn in (plain,tpu):
-        set_seed(3)
-        learn.model = mlp()
-        learn.fit(1, 1e-2)
-    on_device(tpu)
-    same(plain, tpu)
-
 def test_optimizer_that_points_elsewhere():
     learn = twin(tpu=True)
     learn.fit(1)
@@ -84,16 +56,6 @@ def test_optimizer_that_points_elsewhere():
     learn.opt = None
     learn.fit(1)
     on_device(learn)
-
-def test_optimizer_of_ones_own_is_followed():
-    "An optimizer over the model's own parameters may replace the Learner's"
-    def f(learn):
-        learn.fit(1, 1e-2)
-        learn.opt = RMSProp(two_groups(learn.model), lr=1e-3)
-        learn.fit(1, 1e-2)
-    plain,tpu,*_ = both(f)
-    on_device(tpu)
-    same(plain, tpu)
 
 def test_a_layer_replaced_while_attached():
     learn = twin(tpu=True)
@@ -105,19 +67,13 @@ class Stays(nn.Linear):
     "A module that does not move"
     def _apply(self, fn, recurse=True): return self
 
-def test_a_model_that_does_not_move():
-    learn = Learner(mlp_learner().dls, Stays(8, 3), loss_func=CrossEntropyLossFlat())
+@pytest.mark.parametrize('model,words', [(lambda: Stays(8, 3), ('cpu', '`_apply`')), (lambda: nn.Sequential(nn.Linear(8, 4), Stays(4, 3)), ('2 of its 4',))], ids=['whole','part'])
+def test_a_model_that_does_not_move(model, words):
+    learn = Learner(mlp_learner().dls, model(), loss_func=CrossEntropyLossFlat())
     with pytest.raises(AssertionError) as e: learn.to_tpu()
-    says(e, 'did not move', 'cpu', '`_apply`')
-    on_host(learn)
+    says(e, 'did not move', *words)
+    assert devices(list(learn.model.parameters()))=={'cpu'} and not hasattr(learn, 'tpu_trainer')
     learn.fit(1)                                           # a plain Learner still
-
-def test_a_part_that_does_not_move():
-    learn = Learner(mlp_learner().dls, nn.Sequential(nn.Linear(8, 4), Stays(4, 3)), loss_func=CrossEntropyLossFlat())
-    with pytest.raises(AssertionError) as e: learn.to_tpu()
-    says(e, 'did not move', '2 of its 4')
-    assert devices(list(learn.model.parameters()))=={'cpu'}
-    assert not hasattr(learn, 'tpu_trainer')
 
 class MovedAway(Callback):
     "A callback that takes the model off the device in mid-fit"

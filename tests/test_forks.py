@@ -1,9 +1,9 @@
 "A fork is what a process of its own would be (see forks.py), and ends with who asked for it."
-import json, os, signal, socket, subprocess, sys, time
+import os, signal, subprocess, sys, time
 from pathlib import Path
 
-from forks import address, flags, Forked, of_pools, quick
-from fresh import repo, run, run_ok
+from forks import of_pools
+from fresh import repo, run
 
 import pytest
 
@@ -19,21 +19,6 @@ def test_is_started_as_any_other(tmp_path):
         cold,warm = (run(*args, cwd=tmp_path, MASTER_PORT='3', cold=o) for o in (True,False))
         assert warm.returncode==0 and warm.stdout.replace('true', 'false')==cold.stdout.replace('true', 'false'), (warm, cold)
 
-def test_ends_as_any_other(tmp_path):
-    ends = dict(none='import sys; sys.exit()', code='raise SystemExit(3)', text='import sys; sys.exit("what is wrong")', error='1/0',
-        killed='import os; os.kill(os.getpid(), 9)', late='import atexit; atexit.register(print, "at the end"); print("before")')
-    for code in ends.values():
-        cold,warm = (run('-c', code, cold=o) for o in (True,False))
-        assert (cold.returncode,cold.stdout,cold.stderr)==(warm.returncode,warm.stdout,warm.stderr)
-
-def test_computes_with_the_flags_of_the_tests():
-    code = '''
-        import os, torch, torch_xla
-        print(torch_xla._XLAC._xla_runtime_is_initialized(), torch.ones(2).to('xla').sum().item(), os.environ['XLA_FLAGS'])'''
-    out = run_ok(code, XLA_FLAGS='--xla_cpu_multi_thread_eigen=true').split(' ', 2)
-    assert out[:2]==['False','2.0'] and out[2].split()[:2]==['--xla_cpu_multi_thread_eigen=true','--xla_backend_optimization_level=0']
-    assert flags('')==quick and flags(quick)==quick
-
 def test_nobody_is_left(tmp_path):
     "A process ends when who has asked for it is killed, and what it has started with it"
     asks = f'''import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -48,22 +33,6 @@ import time; time.sleep(99)'''
     until = time.time()+60
     while Path(f'/proc/{pid}').exists() and time.time()<until: time.sleep(.05)
     assert not Path(f'/proc/{pid}').exists()
-
-def test_who_asks_may_be_gone_at_once(tmp_path):
-    "Before the fork has been told what it is, or has become that"
-    request = json.dumps([['-c', 'open("made", "w")'], str(tmp_path), {}, [], None]).encode()+b'\n'
-    for part in (b'', request[:20], *[request]*30):
-        with socket.socket(socket.AF_UNIX) as s, open(os.devnull) as f:
-            s.connect(f'{address()}.script')
-            socket.send_fds(s, [b'x'], [f.fileno()]*3)
-            s.sendall(part)
-    assert run_ok('print(1)')=='1'
-
-def test_waits_and_signals():
-    p = Forked(['-c', 'import time; print(1, flush=True); time.sleep(99)'], stdout=subprocess.PIPE, text=True)
-    assert p.stdout.readline()=='1\n' and p.poll() is None
-    p.send_signal(signal.SIGTERM)
-    assert p.wait(60)==-signal.SIGTERM==p.poll()
 
 POOL = '''from fastai_xla.launch import TPUPool
 import os, sys

@@ -45,10 +45,9 @@ def outcome(learn, keeps):
     assert keeps.n>=2
     return to_host([[torch.tensor(o, dtype=torch.double) for o in learn.recorder.values], list(keeps.kept.values()), list(learn.model.state_dict().values())])
 
-@pytest.mark.parametrize('kwargs', [dict(replay=False), dict()], ids=['traced', 'replayed'])
-@pytest.mark.parametrize('event,use', [('before_fit',copies), ('before_epoch',copies), ('before_train',loads), ('after_validate',loads), ('before_batch',copies_data),
-    ('before_epoch',reads), ('after_batch',reads)])
-def test_kept_weights(event, use, kwargs):
+@pytest.mark.parametrize('event,use,replay', [('before_fit',copies,True), ('before_epoch',copies,False), ('after_validate',loads,True), ('before_batch',copies_data,True),
+    ('after_batch',reads,True), ('after_batch',reads,False)])
+def test_kept_weights(event, use, replay):
     plain,tpu = Keeps(event, use),Keeps(event, use)
-    want,got = outcome(learner(plain), plain),outcome(learner(tpu).to_tpu(**kwargs), tpu)
+    want,got = outcome(learner(plain), plain),outcome(learner(tpu).to_tpu(replay=replay), tpu)
     for a,b in zip(tensors(got), tensors(want)): assert torch.allclose(a.double(), b.double(), rtol=1e-3, atol=3e-4)

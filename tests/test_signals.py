@@ -4,7 +4,7 @@ import pytest
 from forks import Forked
 
 script = '''
-import sys, time
+import multiprocessing, sys, time
 from fastai.basics import *
 from fastai_xla.all import *
 kind,folder = sys.argv[1:]
@@ -20,10 +20,9 @@ class Tell(Callback):
         if self.iter==2: print('workers', *[o.pid for o in multiprocessing.active_children()], flush=True)
 learn = Learner(dls, nn.Linear(4,1), MSELossFlat(), cbs=[Tell(), resume_from(folder)]).to_tpu()
 with learn.no_bar(), learn.no_logging(): learn.fit(1)
-'''.replace('import sys', 'import multiprocessing, sys')
+'''
 
-@pytest.mark.parametrize('kind', ['fastai','torch'])
-@pytest.mark.parametrize('sig', ['SIGTERM','SIGINT'])
+@pytest.mark.parametrize('kind,sig', [('fastai','SIGTERM'), ('torch','SIGINT')])
 def test_signal_to_the_group(kind, sig, tmp_path):
     p = Forked(['-c', script, kind, tmp_path/'run'], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
     workers = next(o for o in p.stdout if o.startswith('workers')).split()[1:]

@@ -17,7 +17,7 @@ from fastai.callback.progress import ProgressCallback
 from fastai.callback.tracker import TrackerCallback
 from fastcore.all import patch
 from ..runtime.args import check_bool, check_int, check_number, check_path
-from ..runtime.table import size_text
+from ..runtime.doctor import size_text
 from ..patches.learner import xla_callbacks
 from ..train.trainer import is_one_sample
 from ..train.move import is_display

@@ -19,7 +19,7 @@ from fastcore.all import L
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from ..runtime.args import check_bool, check_choice, check_int, check_number, check_type
-from ..runtime.table import RowTable, size_text
+from ..runtime.doctor import RowTable, size_text
 from ..patches.registry import Loans
 from ..models.blocks import block_runs, BlockRunner, ScannedBlocks
 from ..sharding.rules import infer_sharding, make_mesh, TPUMesh

@@ -13,7 +13,7 @@ from collections import Counter
 from functools import cached_property
 from html import escape
 from typing import NamedTuple
-from ..runtime.table import paragraphs, size_text, RowTable
+from ..runtime.doctor import paragraphs, size_text, RowTable
 from .plan import TPUSlice
 from .libtpu import MemoryUse, module_of, program_calls, shape_text
 

@@ -26,7 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..runtime.args import check_int
 from ..runtime.device import torch_xla
 from ..runtime.signals import call_all, heeding_ctrl_c
-from ..runtime.table import RowTable
+from ..runtime.doctor import RowTable
 from ..runtime.transfer import map_tensors, on_cpu, tensors_of, to_host, ToDevice, upload
 from ..patches.augment import adapt_tfm, device_tfms, drawn_for
 from .rng import rng_state, set_rng_state

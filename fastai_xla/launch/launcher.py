@@ -16,8 +16,7 @@ from fastcore.imports import IN_NOTEBOOK, noop
 from ..runtime.device import device_kind, mend_env, n_cores, n_processes, no_chip_error, require_xla, runtime_started, xr
 from ..runtime.ranks import world_size
 from ..runtime.signals import first_signal, proc_stat
-from ..runtime.users import users_patches
-from ..runtime.values import refusal
+from ..runtime.values import refusal, users_patches
 from ..runtime.args import check_bool, check_callable, check_int, check_number
 from ..virtual_cores.processes import meeting_place, process_env, TorchrunPlace
 from .serialization import dump, loads

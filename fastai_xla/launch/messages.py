@@ -13,8 +13,7 @@ import inspect, traceback
 from contextlib import suppress
 from dataclasses import dataclass
 from types import GetSetDescriptorType, MemberDescriptorType
-from ..runtime.users import is_users
-from ..runtime.values import refusal
+from ..runtime.values import is_users, refusal
 from .serialization import dump, dumps, loads
 
 # %% ../../nbs/550_launch.messages.ipynb #parts

@@ -16,7 +16,7 @@ import numpy as np, torch
 from cloudpickle import cloudpickle as cp
 from torch import nn
 from torch.nn.utils import parametrize
-from ..runtime.users import travelled, users_module
+from ..runtime.values import travelled, users_module
 from ..runtime.values import contents, is_atom, Pickler, same_numbers, states
 from ..models.forms import as_written
 

@@ -19,7 +19,7 @@ from ..runtime.args import check_bool, check_type
 from ..runtime.device import xm
 from ..runtime.transfer import on_xla
 from ..patches.registry import Loans
-from ..patches.recompute import apart, casting_now
+from ..patches.grads import apart, casting_now
 from ..data.loader import XLADL
 
 # %% ../../nbs/360_models.blocks.ipynb #blocks

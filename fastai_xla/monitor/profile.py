@@ -19,7 +19,7 @@ from fastcore.all import L
 from ..runtime.device import require_xla, runtime_started, torch_xla, xla_device, xr
 from ..runtime.ranks import is_main
 from ..runtime.counts import compile_seconds, run_seconds, xla_counts
-from ..runtime.table import RowTable
+from ..runtime.doctor import RowTable
 from ..runtime.args import check_bool, check_int, check_path, check_type, wrong_arg
 from ..patches.learner import XLACallback
 from ..data.loader import seconds_waited

@@ -25,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..runtime.device import device_kind, torch_xla, xm, xr
 from ..runtime.ranks import is_main, ranks_here, world_size
 from ..runtime.counts import compile_seconds
-from ..runtime.table import RowTable, size_text
+from ..runtime.doctor import RowTable, size_text
 from ..runtime.args import check_bool, check_choice, check_number, check_type
 from ..patches.learner import around_phases, xla_callbacks
 from ..data.rng import kept_rng

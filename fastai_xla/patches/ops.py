@@ -32,22 +32,12 @@ def by_channel(x):
     "The shape in which a number for each channel, the second dim of `x`, meets `x`"
     return (1,-1)+(1,)*(x.ndim-2)
 
-def normed(
-    d, # A tensor without its mean
-    var, # Its variance
-    eps, # Added to the variance
-):
-    "`d` with a variance of 1"
+def normed(d, var, eps):
+    "`d`, which has no mean, with a variance of 1"
     return d*torch.rsqrt(var+eps)
 
-def affine(
-    y, # Any tensor
-    weight, # By which it is multiplied, or None
-    bias, # Which is added, or None
-    shape, # In which both meet it, see `by_channel`
-    dtype, # Of the result
-):
-    "`y` with a scale and a shift"
+def affine(y, weight, bias, shape, dtype):
+    "`y` with a scale and a shift, or None, which meet it in `shape` (see `by_channel`), in `dtype`"
     if weight is not None: y = y*weight.reshape(shape)
     if bias is not None: y = y+bias.reshape(shape)
     return y.to(dtype)
@@ -71,22 +61,17 @@ def _wants_grad(*ts): return torch.is_grad_enabled() and any(t is not None and t
 @replaces(torch, 'batch_norm', 'torch_xla 2.8-2.9, pytorch/xla 3361',
     'the running variance was biased: divided by `n` where torch divides by `n-1`; in eval mode the backward pass raised; autocast gave float32 for bfloat16')
 def _batch_norm(old, input, weight, bias, running_mean, running_var, training, momentum, eps, *args):
-    if on_xla(input) and not training and _wants_grad(input, weight, bias): return frozen_norm(input, weight, bias, running_mean, running_var, eps)
-    args = momentum,eps,*args
-    if not on_xla(input): return old(input, weight, bias, running_mean, running_var, training, *args)
-    if not training or running_var is None: return old(input, weight, bias, running_mean, running_var, training, *args).to(input.dtype)
+    if not on_xla(input): return old(input, weight, bias, running_mean, running_var, training, momentum, eps, *args)
+    if not training and _wants_grad(input, weight, bias): return frozen_norm(input, weight, bias, running_mean, running_var, eps)
     n = input.numel()//input.shape[1]
-    if n<2: return old(input, weight, bias, running_mean, running_var, training, *args).to(input.dtype)
-    var = running_var*((n-1)/n)
-    res = old(input, weight, bias, running_mean, var, training, *args)
-    running_var.copy_(var*(n/(n-1)))
+    biased = training and running_var is not None and n>1
+    var = running_var*((n-1)/n) if biased else running_var
+    res = old(input, weight, bias, running_mean, var, training, momentum, eps, *args)
+    if biased: running_var.copy_(var*(n/(n-1)))
     return res.to(input.dtype)
 
 # %% ../../nbs/140_patches.ops.ipynb #pieces
-def bf16_pieces(
-    x, # Of float32, on an XLA device
-    n:int, # Pieces
-):
+def bf16_pieces(x, n):
     "`n` tensors that add up to `x`; bfloat16, to which a TPU rounds the factors of a product, holds all but the last exactly"
     res = []
     for _ in range(n-1):
@@ -96,10 +81,7 @@ def bf16_pieces(
         x = x-res[-1]
     return [*res, x]
 
-def split_matmul(
-    a, # Of float32, on an XLA device
-    b, # Of float32
-):
+def split_matmul(a, b):
     "`a@b` with factors of 16 bits, where a TPU has 8"
     (a0,a1),(b0,b1) = bf16_pieces(a, 2),bf16_pieces(b, 2)
     with torch.autocast('xla', enabled=False): return torch.cat([a0,a0,a1], -1) @ torch.cat([b0,b1,b0], -2)
@@ -254,12 +236,11 @@ _on_host = 'they ran on the host, which read the device in the middle of each st
 _table = [
     ('elu_backward celu', 'XLA', _by_torch, 'gradients of `nn.ELU`, `nn.SELU` and `nn.CELU` were wrong'),
     ('pixel_shuffle pixel_unshuffle', 'XLA', _by_torch, 'the gradient of `nn.PixelShuffle` failed for an odd number of pixels'),
-    ('im2col col2im huber_loss huber_loss_backward glu_backward channel_shuffle vdot', 'XLA', _by_torch, _on_host, 'torch_xla 2.8-2.9, pytorch/xla 8897'),
+    ('im2col col2im huber_loss huber_loss_backward glu_backward channel_shuffle', 'XLA', _by_torch, _on_host, 'torch_xla 2.8-2.9, pytorch/xla 8897'),
     ('multi_margin_loss _weight_norm_interface', 'XLA AutogradXLA', _by_torch, _on_host),
     ('embedding_sparse_backward', 'XLA AutogradXLA', _dense_rows, 'the gradient of `nn.Embedding(sparse=True)` raised'),
     ('nll_loss_nd', 'AutogradXLA', in_part(_of_one_sample), 'the process ended where a loss was asked for the classes of one sample'),
-    ('avg_pool2d', 'AutogradXLA', in_part(partial(_mean_pool, 2)), '`divisor_override` was left out'),
-    ('avg_pool3d', 'AutogradXLA', in_part(partial(_mean_pool, 3)), '`divisor_override` was left out'),
+    *[(f'avg_pool{n}d', 'AutogradXLA', in_part(partial(_mean_pool, n)), '`divisor_override` was left out') for n in (2,3)],
     ('_adaptive_avg_pool2d', 'AutogradXLA', in_part(_mean_of_areas), 'a size that does not divide the image\'s ran on the host'),
     ('mean mean.dim sum sum.dim_IntList', 'AutocastXLA', _in_32_bits,
         'under autocast sums of bfloat16 kept the first 256 of equal numbers, so the mean of a feature map was a part of it'),
@@ -282,11 +263,7 @@ def _scaled(old, *args, beta=1, alpha=1, **kwargs):
     res = alpha*(a@b) if beta==0 else beta*x + alpha*(a@b)
     return kwargs['out'].copy_(res) if kwargs.get('out') is not None else res
 
-@replaces(torch, 'addmm', 'torch_xla 2.8-2.9', _scaled_on_host)
-def _addmm(old, *args, **kwargs): return _scaled(old, *args, **kwargs)
-
-@replaces(torch, 'baddbmm', 'torch_xla 2.8-2.9', _scaled_on_host)
-def _baddbmm(old, *args, **kwargs): return _scaled(old, *args, **kwargs)
+for _name in ('addmm','baddbmm'): replaces(torch, _name, 'torch_xla 2.8-2.9', _scaled_on_host)(_scaled)
 
 # %% ../../nbs/140_patches.ops.ipynb #powers
 def _is_written(e): return isinstance(e, int) or float(2*e).is_integer() # a square, a root, an inverse, for which XLA has forms of their own
@@ -400,8 +377,7 @@ def _quotient(x, y): return x*(y.reciprocal() if isinstance(y, torch.Tensor) els
 
 def _any_complex(*args): return any(map(is_complex, args))
 
-_forms = {'abs': _magnitude, 'mean': _mean, 'mean.dim': _mean,
-    'div.Tensor': _quotient}
+_forms = {'abs': _magnitude, 'mean': _mean, 'mean.dim': _mean, 'div.Tensor': _quotient}
 
 def _of_complex(op):
     "A kernel that computes `op` of complex numbers by its form, and of others as ever"
@@ -438,7 +414,7 @@ _here = threading.local()
 class Denominators:
     "How the cross entropies of a batch on this rank divide by the targets of all ranks"
     def __init__(self,
-        n:int, # Samples of this rank
+        n:int, # Samples of this rank; one without a share runs along with other samples
         total:int, # Samples of all ranks
         n_labels:int, # Labels of this rank if each sample has one
         add, # From a 0-d tensor of this rank to its sum over all
@@ -451,7 +427,7 @@ class Denominators:
     def over_all(self, num, target, weight, ignore_index):
         "The sum `num` over what all ranks divide by"
         den = _denominator(target.as_subclass(torch.Tensor), weight, ignore_index, num.dtype)
-        den = self.add(den if self.n else torch.zeros_like(den)) # a rank without a share runs along with other samples
+        den = self.add(den if self.n else torch.zeros_like(den))
         return num*(self.total/self.n if self.n else 0.)/den
 
 @torch.no_grad()
@@ -467,7 +443,7 @@ def over_ranks(
     "Have the cross entropies that this thread computes from now on be divided by the targets of all ranks"
     _here.denominators = denominators
     if denominators:
-        for f in (_cross_entropy, _nll_loss): f.patch.apply()
+        for f in _losses: f.patch.apply()
 
 # %% ../../nbs/140_patches.ops.ipynb #patch
 def _divided(stock, input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction='mean', *args, **kwargs):
@@ -480,8 +456,4 @@ def _divided(stock, input, target, weight=None, size_average=None, ignore_index=
 
 _of_rank = 'a rank divides by the targets that it has, not by those of all ranks'
 
-@replaces(F, 'cross_entropy', 'torch 2.8-2.9', _of_rank, apply=False)
-def _cross_entropy(stock, *args, **kwargs): return _divided(stock, *args, **kwargs)
-
-@replaces(F, 'nll_loss', 'torch 2.8-2.9', _of_rank, apply=False)
-def _nll_loss(stock, *args, **kwargs): return _divided(stock, *args, **kwargs)
+_losses = [replaces(F, o, 'torch 2.8-2.9', _of_rank, apply=False)(_divided) for o in ('cross_entropy','nll_loss')]

@@ -22,8 +22,7 @@ from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 from ..runtime.device import torch_xla, xla_available
 from ..runtime.transfer import on_accelerator, on_xla
-from ..runtime.users import users_module
-from ..runtime.values import dump_by_value
+from ..runtime.values import dump_by_value, users_module
 from .registry import Loan, replaces
 from .grads import grad_of
 

@@ -17,7 +17,7 @@ import numpy as np
 from torch import nn
 from ..runtime.device import n_cores, torch_xla
 from ..runtime.ranks import host_devices, host_index
-from ..runtime.table import size_text, RowTable
+from ..runtime.doctor import size_text, RowTable
 from ..runtime.args import check_int, check_type
 
 # %% ../../nbs/700_sharding.rules.ipynb #layout

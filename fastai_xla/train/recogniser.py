@@ -20,7 +20,7 @@ from torch._C import _is_any_autocast_enabled, _len_torch_function_stack, _set_g
 from torch.overrides import _pop_mode, _push_mode, TorchFunctionMode
 from ..runtime.counts import n_device_calls, n_reads
 from ..runtime.transfer import on_xla, send, tensors_of
-from ..runtime.users import users_module
+from ..runtime.values import users_module
 from ..patches.entry_points import without_modes
 from .program import n_names, pending, StepTracer, tensor_id
 from .calls import Call, CallTree, count_uses, fill, given_arg, is_placeholder, kept_arg, key_of, map_results, Name, placeholder_of, Unknown

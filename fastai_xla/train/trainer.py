@@ -21,7 +21,7 @@ from ..runtime.signals import call_all, CtrlCHeld
 from ..runtime.transfer import feed, on_xla, resting, send, tensors_of, to_host, unfeed
 from ..runtime.counts import xla_counts
 from ..runtime.args import check_bool, check_path
-from ..runtime.users import is_users
+from ..runtime.values import is_users
 from ..patches.registry import Loans
 from ..patches.learner import xla_callbacks, XLACallback
 from ..data.rng import base_seed, kept_rng
