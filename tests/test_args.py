@@ -6,18 +6,6 @@ import pytest, timm
 from fastai.basics import Learner, nn, noop
 from fastai.test_utils import synth_learner
 from fastai_xla.all import *
-from fastai_xla.checkpoint.storage import CheckpointManager
-from fastai_xla.data.rng import seed_all, set_rng_state
-from fastai_xla.data.loader import bucket_len, bucket_lens
-from fastai_xla.distributed.loss import BatchLoss
-from fastai_xla.distributed.trainer import GradientReducer
-from fastai_xla.launch.launcher import Watchdog
-from fastai_xla.models.blocks import block_runs, BlockRunner, repeated_blocks
-from fastai_xla.aot.plan import count_model
-from fastai_xla.aot.plan import tpu_slice
-from fastai_xla.monitor.profile import train_batches, usual_step
-from fastai_xla.monitor.throughput import batch_flops, peak_flops_of, tpu_kind
-from fastai_xla.recipes.optim import timm_layers
 from fastai_xla.runtime.device import runtime_started
 
 thing = object()
