@@ -74,11 +74,7 @@ def default_strategy(learn, s):
     own,_ = _trainer(learn)
     return own if own and (s.n>1 or own=='tpu') else 'tpu' if s.n==1 else 'distributed'
 
-def strategy_options(
-    learn, # A Learner
-    strategy, # One of `compile_strategies`
-    n, # Devices
-):
+def strategy_options(learn, strategy, n):
     "With what options the Learner trains by this strategy already"
     own,cb = _trainer(learn)
     if own!=strategy: return {}

@@ -146,11 +146,8 @@ def _trip_count(o, comps):
 
 _callers = 'while','call','conditional'
 
-def program_calls(
-    module, # A `HloModuleProto`
-    trip_count:float=1, # Of loops whose trip count depends on the data
-):
-    "Pairs of an instruction and how often it runs, of all that the device runs one after the other"
+def program_calls(module, trip_count:float=1):
+    "Pairs of an instruction and how often it runs, of all that the device runs one after the other; `trip_count` is that of loops where it depends on the data"
     comps = {c.id: c.instructions for c in module.computations}
     runs,todo = Counter(),[(module.entry_computation_id, 1)]
     while todo:

@@ -46,12 +46,7 @@ class Work(NamedTuple):
 # %% ../../nbs/930_aot.report.ipynb #report
 class ProgramReport:
     "What the TPU's compiler says of a program"
-    def __init__(self,
-        module, # The optimized program, a `HloModuleProto`
-        memory:MemoryUse, # Of a device
-        slice:TPUSlice, # That it was compiled for
-        seconds:float=0., # That compiling took
-    ):
+    def __init__(self, module, memory:MemoryUse, slice:TPUSlice, seconds:float=0.):
         self.memory,self.slice,self.seconds = memory,slice,seconds
         self.works,self.unknown,self.collectives,self.n_64bit = [],Counter(),Counter(),0
         comps = {c.id: c.instructions for c in module.computations}
@@ -135,11 +130,7 @@ def _advice(r, module, bf16):
     if gathers: yield f"{gathers} gathers have no estimate and cost about 5 cycles a row: look-ups (`grid_sample`, indexing) are slow on a TPU."
     if copies>.2: yield f"{copies:.0%} of the time goes into copies between layouts: prefer channels in multiples of 128 and batches in multiples of 8."
 
-def tpu_advice(
-    report:ProgramReport,
-    module, # Its optimized program
-    bf16:bool=False, # Was it traced under `to_bf16`?
-):
+def tpu_advice(report:ProgramReport, module, bf16:bool=False):
     "What in a program is slow on a TPU, and what to do about it, a line each"
     return list(_advice(report, module, bf16))
 
@@ -197,9 +188,7 @@ class TPUReport:
             res += f'<h4>{step_names[k]}</h4>{r._repr_html_()}<ul>' + ''.join(f'<li>{escape(o)}</li>' for o in self.advice[k]) + '</ul>'
         return res
 
-    def plot(self,
-        axs=None, # Two axes of matplotlib; new ones if None
-    ):
+    def plot(self, axs=None):
         "Memory of a device, and the estimated time by kind of work, as a picture"
         import matplotlib.pyplot as plt
         if axs is None: axs = plt.subplots(1, 2, figsize=(11,3.5), layout='constrained')[1]

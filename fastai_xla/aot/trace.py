@@ -134,10 +134,7 @@ def _nbytes(ts): return sum(t.numel()*t.element_size() for t in ts)
 def _trained(learn): return [p for pl in learn.opt.param_lists for p in pl if p.requires_grad] if learn.opt else []
 def _sharded(learn): return next(iter(learn._grab_cbs(MeshTrainer)), None)
 
-def state_bytes(
-    learn, # On a device
-    grads:bool=False, # Does a step begin with gradients, too?
-):
+def state_bytes(learn, grads:bool=False):
     "Bytes of parameters, optimizer state, the averages that `EMACallback` keeps with it, and gradients, on each device"
     state = {k: t for k,(_,t) in opt_tensors(learn.opt).items()}
     averages = [t for k,t in state.items() if k[-1]=='ema']

@@ -147,10 +147,7 @@ class ModelCopy:
                 if o.name in self.params and not torch.isfinite(o.data).all(): raise SkipCheckpoint(f'{o.name} is not finite')
             yield group
 
-    def write(self,
-        folder:Path, # Local
-        finite:bool=False, # Raise `SkipCheckpoint` if a parameter is not finite?
-    ):
+    def write(self, folder:Path, finite:bool=False):
         "Write what this host has into `folder`; what is no tensor is written by the first one"
         write_shards(self._finite() if finite else self.groups, folder, f'host{self.host:03}-' if self.host else '')
         if not self.host: (folder/'state.pt').write_bytes(self.rest)

@@ -118,11 +118,8 @@ def _buffers(learn): return [b for m in learner_modules(learn) for b in m.buffer
 
 _counters = 'train_iter','pct_train','smooth_loss','final_record'
 
-def capture_state(
-    learn, # On a device, between two batches
-    start:dict=None, # `loader_state` when the epoch began
-):
-    "What this rank needs to resume, besides model and optimizer, as the bytes of a file; and what of the Learner it does not have, in words"
+def capture_state(learn, start:dict=None):
+    "What this rank needs to resume besides model and optimizer, as bytes; and what it does not have, in words. `start`: the epoch's first `loader_state`"
     for cb in learn._grab_cbs(TPUTrainer): cb.queue.flush()
     fetch_pending_losses(learn)
     known,ts = _known_objects(learn),model_tensors(learn)
@@ -207,10 +204,7 @@ def hypers_of(opt):
     "The hyper-parameters of each group, in plain data"
     return [{k: float(v) if isinstance(v, (int,float)) or hasattr(v, 'item') else _text(v) for k,v in h.items()} for h in opt.hypers]
 
-def settings_of(
-    learn, # A Learner whose fit begins, with an optimizer
-    replicas:int=1, # How many share a step
-):
+def settings_of(learn, replicas:int=1):
     "What the user has written for this fit, in plain data"
     dl,opt = learn.dls.train,learn.opt
     cbs = {k[1]+(f' {k[2]+1}' if k[2] else ''): _config_of(cb) for k,cb in _users_cbs(learn).items() if not isinstance(cb, ParamScheduler)}

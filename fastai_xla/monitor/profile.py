@@ -27,11 +27,8 @@ from ..data.loader import seconds_waited
 # %% ../../nbs/870_monitor.profile.ipynb #usual
 _times = 'wall','host'
 
-def usual_step(
-    steps, # `XLACounts`, one for each step
-    warm:int=2, # First steps, which are left out
-):
-    "The median of the times and the mean of the counts, by name"
+def usual_step(steps, warm:int=2):
+    "The median of the times and the mean of the counts of `XLACounts`, by name; the first `warm` steps are left out"
     check_int('warm', warm, at_least=0)
     check_type('steps', steps, (list, tuple), 'a list of `XLACounts`')
     rows = [asdict(o) for o in steps[warm:]]
@@ -104,11 +101,7 @@ class _StopAfter(Callback):
     def after_batch(self):
         if self.training and self.train_iter>=self.n: raise CancelFitException
 
-def train_batches(
-    learn, # A Learner
-    n:int, # Batches to train
-    cbs, # Callbacks for the time of it, such as an `XLAStats`
-):
+def train_batches(learn, n:int, cbs):
     "Train for `n` batches at the Learner's own learning rate"
     check_type('learn', learn, Learner, 'a Learner')
     check_int('n', n, at_least=1)
