@@ -1,5 +1,5 @@
 "Checkpoints that are damaged, malicious, shared, in object storage, on a full disk; and steps that do not wait for them."
-import os, resource, signal, socket, subprocess, sys, threading, time, warnings
+import os, resource, socket, subprocess, sys, threading, time
 from pathlib import Path
 
 import pytest, torch

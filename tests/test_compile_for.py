@@ -1,6 +1,4 @@
 "A Learner that is compiled for a TPU as its user has it: nothing of theirs is written, what they have patched counts, it may be on a device; what cannot be is said"
-import threading
-from functools import partial
 from pathlib import Path
 import pytest, torch
 from torch import nn
@@ -11,7 +9,7 @@ import fastai_xla.all
 from fastai_xla.checkpoint import TPUCheckpoint
 from fastai_xla.aot import compile as compiling, CompileError
 from fastai_xla.sharding import ShardRule
-from fresh import run, run_ok
+from fresh import run_ok
 from test_tpu_compile import as_fork, children, forks_serve, no_process_left, SimpleNamespace, slow, subprocess
 
 for _nm in [o for o in dir() if o.startswith('test')]: del globals()[_nm]   # fastcore's own would be collected as tests

@@ -1,6 +1,5 @@
 """Throughput is what can be computed by hand, with each strategy; it costs no read, run or compilation, and goes on where a training
 was killed. Norms are those that torch computes. The profile finds where time was spent on purpose, and its trace is written however the fit ends."""
-from types import SimpleNamespace
 import os, threading, time
 import pytest
 from synth import *

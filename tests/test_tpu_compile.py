@@ -1,5 +1,5 @@
 "Steps of Learners through the TPU's own compiler: they compile, fit, and say so; what cannot be is an error, and no process stays"
-import importlib.metadata, importlib.util, os, signal, subprocess, sys, threading, time
+import importlib.metadata, importlib.util, os, signal, subprocess, threading, time
 from types import SimpleNamespace
 import psutil, pytest, timm, torch
 from packaging.specifiers import SpecifierSet

@@ -9,7 +9,6 @@ from fastai.callback.all import *
 from parity_models import *
 from workloads import outcome, plain_fastai, TOL
 from fastai_xla.all import *
-from fastai_xla.runtime.ranks import is_main, rank, world_size
 
 RANKS = {}
 def work(f):

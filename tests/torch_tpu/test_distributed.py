@@ -1,5 +1,5 @@
 "Two ranks, processes with a real TorchTPU device each, train as plain fastai does with the whole batch; their collectives go through gloo (see gloo_tpu.py)"
-import pytest, torch
+import pytest
 from ranks import compared, RANKS, TOL
 
 @pytest.fixture(scope='module')

@@ -12,7 +12,7 @@ from fastai_xla.all import *
 from fastai_xla.runtime.device import backend
 from fastai_xla.runtime.device import xla_device
 from fastai_xla.train.meters import DeviceMetric
-from workloads import small, vectors_learner
+from workloads import vectors_learner
 
 seen = [] # name of the test, error, message
 

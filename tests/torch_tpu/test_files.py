@@ -1,6 +1,6 @@
 "Files go from stack to stack: what torch_xla has saved opens here, and what is saved here needs no torch_tpu"
 import pickle, re, zipfile
-import pytest, torch
+import torch
 import saved
 from fastai_xla.all import *
 

@@ -3,7 +3,7 @@ import sys
 from pathlib import Path
 import pytest, torch
 sys.path.insert(0, str(Path(__file__).parent.parent.parent/'benchmarks'))
-from torch_tpu_programs import as_it_comes, by_to_tpu, compiled_runs, Programs
+from torch_tpu_programs import as_it_comes, by_to_tpu
 from parity_models import cnn, partial
 from fastai.vision.all import Callback, CutMix, GradientAccumulation, GradientClip, Lamb, MixUp, OptimWrapper, ranger, ShowGraphCallback
 import fastai_xla.all
