@@ -19,11 +19,8 @@ models = dict(resnet18_64=WorkOf('resnet18'), resnet18=WorkOf('resnet18', True, 
 
 def _without(name):
     "Lend torch all functions but this"
-    from fastai_xla.models import forms as tpu_forms
-    stock = tpu_forms.lend_builtin
-    def lend(loans, owner, k, f):
-        if f.__name__!=name: stock(loans, owner, k, f)
-    tpu_forms.lend_builtin = lend
+    from fastai_xla.models import forms
+    forms.tpu_forms = [o for o in forms.tpu_forms if o[2].__name__!=name]
 
 def _no_order(pin):
     from fastai_xla.train import steppers

@@ -20,9 +20,7 @@ def rng_state():
     "The random states of Python, numpy and torch (on the host), for `set_rng_state`"
     with rng_lock: return random.getstate(),np.random.get_state(),torch.get_rng_state()
 
-def set_rng_state(
-    s, # What `rng_state` returned
-):
+def set_rng_state(s):
     "Go on drawing from `s`"
     if not (isinstance(s, tuple) and len(s)==3): raise wrong_arg('s', 'what `rng_state()` returned', s)
     with rng_lock:

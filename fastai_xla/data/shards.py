@@ -23,9 +23,7 @@ from ..runtime.args import check_int, check_type
 from ..runtime.ranks import world_size
 
 # %% ../../nbs/270_data.shards.ipynb #library
-def optional_library(
-    name:str, # A module of the extra `stream`
-):
+def optional_library(name:str):
     "The module `name`, or an error that says how to install it"
     try: return import_module(name)
     except ImportError as e: missing = e
@@ -70,9 +68,7 @@ class Shards:
 
     def __len__(self): return self.starts[-1]
 
-    def locate(self,
-        i:int, # Number of a sample
-    ):
+    def locate(self, i:int):
         "The shard of sample `i`, and its place there"
         if not 0<=i<len(self): raise IndexError(f'sample {i} of {len(self)}')
         s = bisect_right(self.starts, i)-1
@@ -81,18 +77,13 @@ class Shards:
     def __getitem__(self, i):
         with closing(ShardReaders(self)) as rs: return rs[i]
 
-    def decode(self,
-        url, # The shard's address, for the error
-        sample:dict, # One of `samples`
-    ):
+    def decode(self, url, sample:dict):
         "A tuple of inputs and targets"
         try: return tuple(f(self.part(sample, k)) for k,f in self.tfms.items())
         except SkipItemException: raise
         except Exception as e: raise ValueError(f"Sample {sample['__key__']} of {url}: {type(e).__name__}: {e}") from e
 
-    def order(self,
-        rng=None, # A `random.Random`; None: as they are
-    ):
+    def order(self, rng=None):
         "All samples, by shards in random order and shuffled within the window"
         return np.arange(len(self)) if rng is None else _shuffled(self.starts, self.window, np.random.default_rng(rng.getrandbits(64)))
 
@@ -137,9 +128,7 @@ class ShardReader:
         self.file = _open(self.url)
         self.it = islice(self.shards.samples(self.url, self.file), self.n, None)
 
-    def has(self,
-        i:int, # Place of a sample in the shard
-    ):
+    def has(self, i:int):
         "Is sample `i` kept or still to come?"
         return i in self.passed or i>=self.n
 
@@ -174,9 +163,7 @@ def _too_few(r):
 class ShardReaders:
     "Open shards: a sample comes from the reader that is nearest before it"
     reader = ShardReader
-    def __init__(self,
-        shards:Shards, # The dataset
-    ):
+    def __init__(self, shards:Shards):
         self.shards,self.open = shards,[]
 
     def __getitem__(self, i):
@@ -253,9 +240,7 @@ def _value(feature):
     if len(v)==1: return v[0]
     return list(v) if kind=='bytes_list' else np.array(v, dtype=np.float32 if kind=='float_list' else np.int64)
 
-def parse_example(
-    b:bytes, # A serialized `tf.train.Example`
-):
+def parse_example(b:bytes):
     "Its features by name: bytes or numbers, or several of them as a list of bytes or an array"
     return {k: _value(f) for k,f in _example().FromString(b).features.feature.items()}
 
@@ -268,9 +253,7 @@ class TFRecordShards(Shards):
         for i,b in enumerate(_read_records(f)): yield {'__key__': i, **cls.parse(b)}
 
     @staticmethod
-    def parse(
-        b:bytes, # A record
-    ):
+    def parse(b:bytes):
         "Its parts by name: that of a `tf.train.Example`; override it for other records"
         return parse_example(b)
 

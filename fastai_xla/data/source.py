@@ -10,15 +10,14 @@ __all__ = ['is_torch', 'is_stream', 'is_stateful', 'in_samples', 'copy_dl', 'ord
            'n_dealt']
 
 # %% ../../nbs/240_data.source.ipynb #imports
-import itertools, warnings
+import itertools
 from copy import copy
 from functools import partial
 import numpy as np, torch
 from fastai.basics import DataLoader
 from fastai.data.load import _loaders
-from fastcore.all import chunked, noop, num_cpus
+from fastcore.all import chunked, noop
 from torch.utils.data import get_worker_info, IterableDataset
-from ..runtime.device import runtime_started, xr
 from ..runtime.ranks import rank
 from ..runtime.signals import heed_parent, signals_held
 from ..patches.registry import Loans
@@ -42,9 +41,7 @@ def in_samples(dl):
     return is_torch(dl) or isinstance(dl, DataLoader) and not is_stream(dl)
 
 # %% ../../nbs/240_data.source.ipynb #copy
-def copy_dl(
-    dl, # A loader of any kind
-):
+def copy_dl(dl):
     "A fastai loader of its own on the same data, down to what its worker processes see; anything else as it is"
     if not isinstance(dl, DataLoader): return dl
     res = copy(dl)
@@ -53,9 +50,7 @@ def copy_dl(
     return res
 
 # %% ../../nbs/240_data.source.ipynb #order
-def order_of(
-    dl, # A loader of any kind
-):
+def order_of(dl):
     "Of the epoch to come: indices, or their number where they count up, or None where no samples can be chosen; and the batch size, if it is torch's"
     if not in_samples(dl): return None,None
     batches = list(dl.batch_sampler) if is_torch(dl) else None
@@ -64,16 +59,11 @@ def order_of(
     return idxs, (len(batches[0]) if batches else 1) if is_torch(dl) else None
 
 # %% ../../nbs/240_data.source.ipynb #order-state
-def order_state(
-    dl, # A loader of any kind
-):
+def order_state(dl):
     "What the order of the epochs to come follows from, other than the global random state"
     return getattr(getattr(dl, 'rng', None), 'getstate', noop)(),list(dl.items.idxs) if is_stateful(dl) else None
 
-def set_order_state(
-    dl, # A loader, as the one that `state` is of
-    state, # What `order_state` returned
-):
+def set_order_state(dl, state):
     "Have the next epoch of `dl` follow from `state`"
     rng,texts = state
     if rng: dl.rng.setstate(rng)
@@ -81,24 +71,8 @@ def set_order_state(
     dl.items.idxs[:] = texts
     dl.make_chunks()
 
-# %% ../../nbs/240_data.source.ipynb #n-workers
-_capped = False
-
-def _n_workers(n):
-    "As many of `n` workers as are this process's part of the machine's processors, at least one"
-    global _capped
-    procs,cpus = xr.local_process_count() if runtime_started() else 1,num_cpus()
-    most = max(1, cpus//procs)
-    if procs==1 or n<=most: return n
-    if rank()==0 and not _capped:
-        warnings.warn(f'{procs} processes share the {cpus} processors of this machine: their loaders have {most} workers each, not {n}')
-    _capped = True
-    return most
-
 # %% ../../nbs/240_data.source.ipynb #start
-def begin_epoch(
-    dl, # A loader of any kind
-):
+def begin_epoch(dl):
     "What fastai does before it asks for the order of an epoch"
     if not isinstance(dl, DataLoader): return
     dl.randomize()
@@ -115,7 +89,6 @@ def start_iter(
     if bs: dl.chunkify = partial(chunked, chunk_sz=bs, drop_last=False)
     if dl.fake_l.num_workers:
         dl = copy_dl(dl)
-        dl.fake_l.num_workers = _n_workers(dl.fake_l.num_workers)
         dl.create_batches = partial(_seeded, dl.create_batches, rank())
     with signals_held(): return _loaders[dl.fake_l.num_workers==0](dl.fake_l)
 
@@ -140,24 +113,17 @@ def _start_worker(init, i):
 
 def _torch_dl(dl, batches):
     "torch's `dl` with other batches"
-    return torch.utils.data.DataLoader(dl.dataset, batch_sampler=batches, num_workers=_n_workers(dl.num_workers), collate_fn=dl.collate_fn, timeout=dl.timeout,
+    return torch.utils.data.DataLoader(dl.dataset, batch_sampler=batches, num_workers=dl.num_workers, collate_fn=dl.collate_fn, timeout=dl.timeout,
         worker_init_fn=dl.worker_init_fn, multiprocessing_context=dl.multiprocessing_context)
 
 # %% ../../nbs/240_data.source.ipynb #end
-def end_iter(
-    dl, # A loader of any kind
-    it, # What `start_iter` returned for it
-):
+def end_iter(dl, it):
     "End the worker processes of `it`, unless they are to serve the next epoch too"
     if not getattr(dl, 'persistent_workers', False) and hasattr(it, '_shutdown_workers'): it._shutdown_workers()
     if 'it' in getattr(dl, '__dict__', ()): del dl.it
 
 # %% ../../nbs/240_data.source.ipynb #shard
-def rank_span(
-    n:int, # Number of things
-    rank:int, # Whose span
-    world_size:int, # Number of ranks
-):
+def rank_span(n:int, rank:int, world_size:int):
     "Start and end of what `rank` gets of `n` things that lie in a row, dealt out as evenly as can be"
     q,rest = divmod(n, world_size)
     start = rank*q + min(rank, rest)
@@ -171,15 +137,7 @@ def _tail(n, rank, world_size, bs, drop_last, least):
     start,end = rank_span(m, rank, takers) if rank<takers else (m,m)
     return n-m+start, n-m+end, m
 
-def shard_idxs(
-    n:int, # Number of samples
-    rank:int, # Whose share
-    world_size:int, # Number of ranks
-    bs:int, # Batch size of a rank
-    drop_last:bool=False, # In training, drop the samples that do not fill a step of all ranks?
-    train:bool=True, # Equal numbers of batches on every rank? Else whole batches in turn
-    least:int=2, # Fewest samples of a rank in the last step, unless it has none: BatchNorm needs two
-):
+def shard_idxs(n:int, rank:int, world_size:int, bs:int, drop_last:bool=False, train:bool=True, least:int=2):
     "Positions among `n` samples that `rank` gets, in order"
     if not 0<=rank<world_size: raise ValueError(f"rank {rank} of {world_size} ranks: it must be at least 0 and less than {world_size}")
     if not train: return np.flatnonzero(np.arange(n)//bs%world_size==rank)
@@ -212,9 +170,7 @@ class RankShare:
         self.n_batches = -(-len(self.idxs)//bs)
         self.n,self.world_size,self.train,self.drop_last,self.least = n,world_size,train,drop_last,least
 
-    def step_counts(self,
-        i:int, # Number of a batch
-    ):
+    def step_counts(self, i:int):
         "Samples of batch `i` that count, on each rank"
         ranks,bs = range(self.world_size),self.bs
         if not self.train: return [min(bs, max(0, self.n-(i*self.world_size+r)*bs)) for r in ranks]
@@ -222,15 +178,11 @@ class RankShare:
         spans = [_tail(self.n, r, self.world_size, bs, self.drop_last, self.least) for r in ranks]
         return [end-start for start,end,_ in spans]
 
-    def step_sizes(self,
-        i:int, # Number of a batch
-    ):
+    def step_sizes(self, i:int):
         "Samples of batch `i` that count, here and on all ranks"
         return self.last if self.last and i==self.n_batches-1 else self.full
 
-    def n_samples(self,
-        i:int, # Number of a batch
-    ):
+    def n_samples(self, i:int):
         "Samples that batch `i` is made of here"
         return max(0, min(self.bs, len(self.idxs)-i*self.bs))
 
@@ -248,19 +200,12 @@ class RowShare:
         self.bs,self.most = end-start,-(-bs//world_size) # rows here; on the rank that has most
         self.n_batches,self.full = n//bs if self.bs else 0,(self.most, self.most*world_size)
 
-    def step_sizes(self,
-        i:int, # Number of a batch
-    ):
+    def step_sizes(self, i:int):
         "Rows of batch `i` here and on all ranks, as if each had the most"
         return self.full
 
 # %% ../../nbs/240_data.source.ipynb #deal
-def deal(
-    batches, # An iterable
-    rank:int, # Whose batches
-    world_size:int, # Number of ranks
-    train:bool=True, # Only batches of complete rounds?
-):
+def deal(batches, rank:int, world_size:int, train:bool=True):
     "Every `world_size`-th of `batches`"
     dealt = []
     for b in batches:
@@ -270,11 +215,6 @@ def deal(
         dealt = []
     if not train and rank<len(dealt): yield dealt[rank]
 
-def n_dealt(
-    n:int, # Number of batches
-    rank:int, # Whose batches
-    world_size:int, # Number of ranks
-    train:bool=True, # Only batches of complete rounds?
-):
+def n_dealt(n:int, rank:int, world_size:int, train:bool=True):
     "Number of batches that `deal` gives of `n`"
     return n//world_size if train else len(range(rank, n, world_size))

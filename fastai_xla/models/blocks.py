@@ -27,9 +27,7 @@ def _is_container(m): return isinstance(m, (nn.Sequential, nn.ModuleList))
 
 def _is_block(m): return any(True for _ in m.children())
 
-def repeated_blocks(
-    model:nn.Module, # May be on the meta device
-):
+def repeated_blocks(model:nn.Module):
     "The modules of `model` that stand in a `Sequential` or a `ModuleList` and have modules of their own"
     check_type('model', model, nn.Module, 'an `nn.Module`')
     found = [c for m in model.modules() if _is_container(m) for c in m.children() if _is_block(c)]
@@ -51,9 +49,7 @@ def _runs_in(m, blocks):
     groups = [list(g) for _,g in groupby(m.children(), _build)]
     return [g for g in groups if len(g)>1 and g[0] in blocks and any(True for _ in g[0].parameters())]
 
-def block_runs(
-    model:nn.Module, # May be on the meta device
-):
+def block_runs(model:nn.Module):
     "`(container, blocks)` for each run of at least two neighbours that are built alike"
     blocks = {*repeated_blocks(model)}
     def find(m):
@@ -63,9 +59,7 @@ def block_runs(
     return find(model)
 
 # %% ../../nbs/360_models.blocks.ipynb #settings
-def settings_that_differ(
-    blocks, # Built alike
-):
+def settings_that_differ(blocks):
     "Names of the plain attributes in which `blocks`, or their layers, differ"
     first,*others = map(_settings, blocks)
     return sorted({k for o in others for k,v in o.items() if first.get(k)!=v})
@@ -193,10 +187,7 @@ class _Looped:
         for o in self.layers: x = o(x)
         return x
 
-def loops_of(
-    model:nn.Module,
-    marker=None, # As for `ScannedBlocks`
-):
+def loops_of(model:nn.Module, marker=None):
     "`{sequential: f}` for the runs of `model` that can be a loop; `f(sequential, stock, x)` replaces its `forward`"
     runs = [(seq, r, _why_not(seq, r)) for seq,r in block_runs(model)]
     good = [(seq, r) for seq,r,why in runs if not why]

@@ -16,8 +16,7 @@ import torch, torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 from ..runtime.transfer import named_tensors_of
-from ..patches.ops import check_complex
-from ..patches.ops import note_power
+from ..patches.ops import check_complex, note_power
 
 # %% ../../nbs/370_models.ranges.ipynb #range
 class ValueRange(NamedTuple):
@@ -26,10 +25,7 @@ class ValueRange(NamedTuple):
     ignored:int|None=None # A value that is allowed too
     is_class:bool=True # Class numbers? Else indices of an embedding
 
-    def check(self,
-        t, # A tensor of whole numbers
-        i:int, # The number of its batch
-    ):
+    def check(self, t, i:int):
         "Raise `IndexError` unless the values of `t` are in the range"
         if not t.numel(): return
         lo,hi = torch.aminmax(t)
@@ -64,9 +60,7 @@ class RangeCheck(TorchFunctionMode):
         self.names,self.waiting,self.count = WeakIdKeyDictionary(),deque(),count()
     def __reduce__(self): return type(self), () # a copy listens to batches of its own
 
-    def look(self,
-        b, # A batch of the host, before it is sent
-    ):
+    def look(self, b):
         "Raise at a value of `b`, or of a batch before, that is out of range, as soon as ranges are known"
         self.waiting.append((next(self.count), {k: t for k,t in named_tensors_of(b).items() if not t.is_floating_point()}))
         if self.known: self._check()
@@ -79,10 +73,7 @@ class RangeCheck(TorchFunctionMode):
                 if column is None: r.check(t, i)
                 elif t.ndim==2 and -t.shape[1]<=column<t.shape[1]: r.check(t[:,column], i)
 
-    def name(self,
-        b, # The batch on the device
-        as_sent=None, # The tensors of it that have the values of the host's; None: all of them
-    ):
+    def name(self, b, as_sent=None):
         "Know the tensors of `b` by their names, while no ranges are known"
         if self.known: return
         ids = None if as_sent is None else {*map(id, as_sent)}

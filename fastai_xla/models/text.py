@@ -19,9 +19,7 @@ from ..runtime.transfer import on_accelerator
 from ..data.loader import pad_text
 
 # %% ../../nbs/330_models.text.ipynb #span
-def span_of(
-    some:torch.Tensor, # One bool for each position
-):
+def span_of(some:torch.Tensor):
     "Positions, and the first and last of them for which `some` is true"
     pos = torch.arange(len(some), device=some.device)
     return pos, torch.where(some, pos, len(some)).min(), torch.where(some, pos, -1).max()
@@ -36,10 +34,7 @@ def _starts(enc, sl):
     starts = range(0, sl, enc.bptt)
     return starts,next(i for i in starts if enc.max_len is None or sl-i<enc.max_len+enc.bptt)
 
-def kept_positions(
-    enc:SentenceEncoder,
-    x:torch.Tensor, # Token ids, (rows, positions)
-):
+def kept_positions(enc:SentenceEncoder, x:torch.Tensor):
     "Of which positions fastai's encoder would return the output, from the first that may be wanted"
     pos,first,last = span_of((x!=enc.pad_idx).any(0))
     kept = (pos>=first) & (pos<=last)
@@ -100,10 +95,7 @@ def _leave_weights(m, stock):
 def _is_causal(module, stock, mask, is_causal=None, size=None):
     return is_causal is True if on_accelerator(mask) else stock(mask, is_causal, size)
 
-def lend_text(
-    model:nn.Module,
-    loans, # `Loans`, which restore the modules' own functions
-):
+def lend_text(model:nn.Module, loans):
     "Patch the `AWD_LSTM`s, sentence encoders and classifiers in `model` to have static shapes on a device, and transformers to read no mask"
     loans.lend(transformer, '_detect_is_causal_mask', _is_causal)
     loans.lend(core, 'masked_concat_pool', _pool)
@@ -113,9 +105,7 @@ def lend_text(
         if isinstance(m, SentenceEncoder) and isinstance(m.module, AWD_LSTM): loans.lend(m, 'forward', _encode)
 
 # %% ../../nbs/330_models.text.ipynb #pad-text-pads-text
-def pads_text(
-    model, # A model, on any device
-):
+def pads_text(model):
     "The function that pads a batch for `model` to a length without a change in its results, or None where none is known"
     enc = text_encoder(model)
     return enc and partial(pad_text, pad_idx=enc.pad_idx, bptt=enc.bptt)

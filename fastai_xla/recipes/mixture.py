@@ -34,14 +34,8 @@ class MixedDatasets(GetAttr, ConcatDataset):
 # %% ../../nbs/855_recipes.mixture.ipynb #loader
 class MixtureDL(WeightedDL):
     "A `WeightedDL` with `n_drawn` samples in an epoch"
-    def __init__(self,
-        dataset=None,
-        bs:int=None,
-        wgts=None, # A weight for each sample
-        n_drawn:int=None, # Samples of an epoch; None: as many as the dataset has
-        names=(), # Of the datasets
-        **kwargs, # As for `WeightedDL`
-    ):
+    def __init__(self, dataset=None, bs=None, wgts=None, n_drawn=None, names=(), **kwargs):
+        "`wgts`: of each sample; `n_drawn`: samples of an epoch, None: as many as the dataset has; `names`: of the datasets"
         super().__init__(dataset, bs, wgts, **kwargs)
         self.n_drawn,self.names,self.drawn = n_drawn or self.n,names,[] # `drawn`: samples of this epoch, in order; copies of the loader share it
 

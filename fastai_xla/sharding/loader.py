@@ -18,7 +18,7 @@ from ..runtime.ranks import gather_objects, host_index, n_hosts
 from ..runtime.transfer import map_tensors, on_cpu, tensors_of
 from ..data.rng import kept_rng, OwnDraws, rng_state, set_rng_state
 from ..data.source import begin_epoch, copy_dl, is_stateful, order_of, order_state, set_order_state, start_iter
-from ..data.loader import no_tensor, XLADL
+from ..data.loader import no_tensor, note_shapes, XLADL
 from .rules import device_span
 from .place import shard_tensor
 
@@ -176,6 +176,6 @@ class HostsDL(MeshDL):
         size = self.bs if self.pad and self.bs and n<self.bs else n
         starts = [s.starts[i] for s in self.shares] if self.shares else [0]*len(self.mesh.layout.here)
         if not self.shares: parts = parts*len(starts)
-        if size==n: self.shapes.see(parts[0], most=4)
+        if size==n: note_shapes(self._own, parts[0])
         whole = [assemble(list(ts), starts, size, self.mesh) for ts in zip(*parts)]
         return map_tensors(lambda ts: whole, bs[0], select=on_cpu),(n if size>n else None)

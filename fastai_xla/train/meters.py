@@ -31,10 +31,7 @@ class HostQueue:
         check_number('fetch_every', every, at_least=0)
         self.every,self.max_bytes,self.waiting,self.nbytes,self.last = every,max_bytes,[],0,float('-inf')
 
-    def add(self,
-        meter, # Whose `arrived` gets the host's copy of `b`
-        *b, # Nested device tensors, and whatever goes with them
-    ):
+    def add(self, meter, *b):
         self.waiting.append((meter, b))
         with torch._C.DisableTorchFunctionSubclass(): # fastai's types ask theirs of each attribute
             self.nbytes += sum(o.nbytes for o in b if isinstance(o, torch.Tensor))
@@ -135,10 +132,7 @@ class DeviceLossMetric(DeviceAvgMetric):
 
 _on_host = (foreground_acc,) # an average whose function selects by a mask, which XLA cannot
 
-def device_metric(
-    m:Metric, # A metric of a Learner or its Recorder
-    queue:HostQueue, # Shared by all metrics of a Learner
-):
+def device_metric(m:Metric, queue:HostQueue):
     "The meter that feeds `m` from the device, or `m` itself if it takes no batches"
     kinds = {AvgLoss.accumulate: DeviceAvgLoss, AvgMetric.accumulate: DeviceAvgMetric, AvgSmoothLoss.accumulate: DeviceSmoothLoss,
         LossMetric.accumulate: DeviceLossMetric}
@@ -147,16 +141,11 @@ def device_metric(
     return kinds.get(type(m).accumulate, DeviceMetric)(m, queue)
 
 # %% ../../nbs/420_train.meters.ipynb #step-metrics
-def stock_metric(
-    m, # A metric, as a Learner has it in or out of a fit
-):
+def stock_metric(m):
     "The user's own metric: `m`, or what `m` feeds from the device"
     return m.metric if isinstance(m, DeviceMetric) else m
 
-def step_metrics(
-    learn, # A Learner
-    training:bool=True, # Those of training, or of validation?
-):
+def step_metrics(learn, training:bool=True):
     "The metrics that are fed with a batch"
     rec = getattr(learn, 'recorder', None)
     return () if rec is None else rec._train_mets if training else rec._valid_mets

@@ -27,16 +27,12 @@ from ..patches.travel import move_slow_weights
 from ..models.deferred import materialize
 
 # %% ../../nbs/380_train.move.ipynb #slots
-def learner_modules(
-    learn, # A Learner
-):
+def learner_modules(learn):
     "The model, and the loss function where it is a module or wraps one"
     found = learn.model, learn.loss_func, getattr(learn.loss_func, 'func', None)
     return [m for m in found if isinstance(m, nn.Module)]
 
-def param_slots(
-    m:nn.Module, # A model
-):
+def param_slots(m:nn.Module):
     "Each place of a parameter in `m`: (module, name, parameter); a tied one has several"
     return [(mod,n,p) for mod in m.modules() for n,p in mod._parameters.items() if p is not None]
 
@@ -62,9 +58,7 @@ def _move_modules(ms, device):
     return {**made, **now}
 
 # %% ../../nbs/380_train.move.ipynb #move-opt
-def opt_states(
-    opt, # An optimizer of fastai, or `OptimWrapper`
-):
+def opt_states(opt):
     "The state dicts of `opt` and of what it wraps, keyed by parameter"
     return [opt.state, opt.opt.state] if isinstance(opt, OptimWrapper) else [opt.state]
 
@@ -75,10 +69,7 @@ def _state_to(p, st): return {k: v.to(p.device) if _moves(k, v) else v for k,v i
 
 on_repoint = set() # called with an optimizer that is about to get other parameters
 
-def repoint_opt(
-    opt, # An optimizer of fastai, or `OptimWrapper`
-    new:dict, # New parameters by old ones; others stay
-):
+def repoint_opt(opt, new:dict):
     "Point `opt` at the parameters of `new`, and move its state to where they are"
     for f in on_repoint if any(p is not q for p,q in new.items()) else (): f(opt)
     opt.param_lists = L(type(pg)([new.get(p,p) for p in pg]) for pg in opt.param_lists)
@@ -88,10 +79,7 @@ def repoint_opt(
         st.update({p: _state_to(p, s) for p,s in moved.items()})
     move_slow_weights(opt)
 
-def set_hypers(
-    opt, # An optimizer of fastai, or `OptimWrapper`
-    hypers:list, # A dict for each of its groups
-):
+def set_hypers(opt, hypers:list):
     "Give each group of `opt` its hyper-parameters"
     for k in hypers[0]:
         if any(h[k]!=o.get(k) for h,o in zip(hypers, opt.hypers)): opt.set_hyper(k, [h[k] for h in hypers])
@@ -137,10 +125,7 @@ def _move(learn, device):
     if opt is not None: repoint_opt(opt, new)
     return opt
 
-def move_learner(
-    learn:Learner, # Its model, loss function and optimizer move
-    device, # Where to: 'cpu' or an XLA device
-):
+def move_learner(learn:Learner, device):
     "Move `learn` to `device` with its optimizer's state; tied weights stay tied and the optimizer follows each parameter"
     check_type('learn', learn, Learner, 'a Learner')
     check_type('device', device, (str, torch.device), "'cpu' or an XLA device")
@@ -154,9 +139,7 @@ def move_learner(
     return learn
 
 # %% ../../nbs/380_train.move.ipynb #opt-tensors
-def opt_tensors(
-    opt, # An optimizer of fastai, or `OptimWrapper`; None has nothing
-):
+def opt_tensors(opt):
     "`{name: (parameter, tensor)}` of the XLA tensors that `opt` keeps beside its parameters"
     if opt is None: return {}
     ps,slow = [p for pl in opt.param_lists for p in pl],chain(*(getattr(opt, 'slow_weights', None) or ()))
@@ -168,9 +151,7 @@ def opt_tensors(
     return {k: (p,t) for k,(p,t) in res.items() if on_xla(t)}
 
 # %% ../../nbs/380_train.move.ipynb #renew
-def placed_tensors(
-    learn, # A Learner
-):
+def placed_tensors(learn):
     "The XLA tensors of model and optimizer by name"
     res = {(i,n): t for i,m in enumerate(learner_modules(learn)) for n,t in chain(m.named_parameters(), m.named_buffers())}
     named,held = {id(t) for t in res.values()},chain(*(learn.opt.param_lists if learn.opt else ()))
@@ -207,9 +188,7 @@ class Renewal:
         self.note(learn)
 
 # %% ../../nbs/380_train.move.ipynb #host
-def host_values(
-    ts, # Parameters and buffers
-):
+def host_values(ts):
     "`{id: its counterpart on the host}`, fetched in one transfer"
     ts = list(ts)
     return {id(t): nn.Parameter(h, t.requires_grad) if isinstance(t, nn.Parameter) else h for t,h in zip(ts, to_host(ts))}
@@ -240,16 +219,12 @@ class HostValues:
             for mod,n,t in (*ps, *bufs): setattr(mod, n, t)
 
 # %% ../../nbs/380_train.move.ipynb #names
-def model_tensors(
-    learn, # A Learner
-):
+def model_tensors(learn):
     "Parameters and buffers by name"
     modules = enumerate(learner_modules(learn))
     return {('tensor',i,n): t for i,m in modules for n,t in (*m.named_parameters(), *m.named_buffers())}
 
-def model_objects(
-    learn, # A Learner
-):
+def model_objects(learn):
     "Modules, parameters and buffers by name"
     modules = {('module',i,n): o for i,m in enumerate(learner_modules(learn)) for n,o in m.named_modules()}
     return {**modules, **model_tensors(learn)}
@@ -260,16 +235,12 @@ def _loaders(learn):
 
 def _loaders_of_cbs(learn): return {('dl',i,k): v for i,cb in enumerate(learn.cbs) for k,v in vars(cb).items() if isinstance(v, DataLoader)}
 
-def learner_metrics(
-    learn, # A Learner
-):
+def learner_metrics(learn):
     "The metrics of `learn`, and the losses that its Recorder averages"
     rec = getattr(learn, 'recorder', None)
     return [*learn.metrics, *([rec.loss, rec.smooth_loss] if rec else [])]
 
-def learner_objects(
-    learn, # A Learner
-):
+def learner_objects(learn):
     "What a Learner has besides its model, by name"
     res = {'learn': learn, 'dls': learn.dls, 'loss_func': learn.loss_func, 'opt_func': learn.opt_func, 'splitter': learn.splitter}
     for i,dl in enumerate(_loaders(learn)): res.update({('dl',i): dl, ('dataset',i): getattr(dl, 'dataset', None)})
@@ -278,34 +249,24 @@ def learner_objects(
     for i,m in enumerate(learner_metrics(learn)): res['metric',i] = m
     return {k: o for k,o in res.items() if o is not None}
 
-def copy_apart(
-    learn, # A Learner
-    o, # What it has: its loss function, metrics
-):
+def copy_apart(learn, o):
     "A copy of `o` in which the Learner, its model and its callbacks are still these, not copies too"
     m = learn.model
     kept = [learn, learn.dls, learn.opt, *learn.cbs, *m.modules(), *m.parameters(), *m.buffers()]
     return deepcopy(o, {id(v): v for v in kept if v is not None})
 
 # %% ../../nbs/380_train.move.ipynb #grads
-def with_grad(
-    learn, # A Learner
-):
+def with_grad(learn):
     "The names of the tensors that have a gradient, if perhaps zeros that were let go"
     return {k for k,t in model_tensors(learn).items() if has_grad(t)}
 
 # %% ../../nbs/380_train.move.ipynb #opt-dict
-def opt_dict(
-    opt, # An optimizer of fastai, or `OptimWrapper`
-):
+def opt_dict(opt):
     "Its `state_dict`, with the tensors that fastai keeps of the parameters of one of torch's"
     own = [opt.state.get(p, {}) for pl in opt.param_lists for p in pl] if isinstance(opt, OptimWrapper) else []
     return {**opt.state_dict(), 'own': own} if tensors_of(own) else opt.state_dict()
 
-def load_opt_dict(
-    opt, # An optimizer of fastai, or `OptimWrapper`
-    state:dict, # From `opt_dict`
-):
+def load_opt_dict(opt, state:dict):
     "Load what `opt_dict` has returned"
     state = dict(state)
     own = state.pop('own', ())

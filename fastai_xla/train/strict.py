@@ -10,7 +10,6 @@ __all__ = ['NotSteady', 'StrictSteps', 'RecompileWarning']
 # %% ../../nbs/480_train.strict.ipynb #imports
 import inspect, linecache, sys, warnings
 from collections import Counter
-from pathlib import Path
 import torch
 from fastai.basics import GatherPredsCallback, Learner, TrainEvalCallback
 from torch.overrides import TorchFunctionMode
@@ -78,20 +77,15 @@ def _is_traced(o):
 
 def _name(func): return getattr(func, '__name__', str(func))
 
-def _is_upload(name, args, kwargs, res):
-    "Did the call send a tensor of the host, or Python's numbers, to the device?"
-    if not on_xla(res) or _is_traced((args, kwargs)): return False
-    return name in ('tensor','as_tensor') or any(isinstance(o, torch.Tensor) for o in args)
-
 class _Watcher(TorchFunctionMode):
-    "Notes the calls of torch functions, where user code uploads, and reports each that has read the device"
-    def __init__(self, on_read): self.on_read,self.calls,self.uploads,self.in_backward = on_read,[],[],False
+    "Notes the calls of torch functions, and reports each that has read the device"
+    def __init__(self, on_read): self.on_read,self.calls,self.in_backward = on_read,[],False
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         n,kwargs = n_reads(),kwargs or {}
         res = self._backward(*args, **kwargs) if func is torch.Tensor.backward else func(*args, **kwargs)
         if n_reads()>n and not reads_are_own(): self.on_read(_name(func))
-        if _name(func) not in ('__get__','__set__') and _is_traced((args, kwargs, res)): self._note(func, args, kwargs, res)
+        if _name(func) not in ('__get__','__set__') and _is_traced((args, kwargs, res)): self._note(func, args, kwargs)
         return res
 
     def _backward(self, t, gradient=None, retain_graph=None, create_graph=False, inputs=None):
@@ -101,11 +95,10 @@ class _Watcher(TorchFunctionMode):
             with self: torch.autograd.backward(t, gradient, retain_graph, create_graph, inputs=inputs)
         finally: self.in_backward = False
 
-    def _note(self, func, args, kwargs, res):
+    def _note(self, func, args, kwargs):
         f,written = _user_frame(),_name(func) in _written
         where = f and (f.f_code.co_filename, f.f_lineno, f.f_code.co_name)
         self.calls.append(((_name(func), _traced_form(args, written), _traced_form(kwargs, written)), where))
-        if _is_own(f) and _is_upload(_name(func), args, kwargs, res): self.uploads.append(where)
 
 def _first_change(old, new):
     "The first call of `new` that is not in `old`, and where it stands; None if the calls are the same"
@@ -133,11 +126,8 @@ def _shape_error(batch, new, known):
     return (f"{batch} was compiled again: its shapes are {_shapes(new)}, after {' and '.join(map(_shapes, known))}. "
         "Give all batches one size: `item_tfms=Resize(...)`, texts padded to one of a few lengths, `drop_last=True`.")
 
-def _change(change, uploads=()):
-    "What `change` of the calls, see `_first_change`, means to the user, whose code uploads at the places `uploads`"
-    if uploads and (change is None or change[1] is None or _libraries & {*Path(change[1][0]).parts}):
-        return (f"it sends a tensor to the device that was made on the host, at {_line_of(*uploads[0])}. "
-            "Make it on the device: `torch.randn(..., device=x.device)`, `torch.randn_like(x)`.")
+def _change(change):
+    "What `change` of the calls, see `_first_change`, means to the user"
     if change is None:
         return ("it calls the same functions of torch as the one before. A tensor on the device that the step before made is alive now, or was then: "
             "keep none of them from batch to batch, or all of them.")
@@ -197,13 +187,13 @@ class StrictSteps(XLACallback):
 
     def after_step(self): self.stepped = True
 
-    def _mark(self): self.at,self.watcher.calls,self.watcher.uploads = xla_counts(),[],[]
+    def _mark(self): self.at,self.watcher.calls = xla_counts(),[]
 
     @property
     def kind(self): return self.training,self.shape,self.stepped,self.stepped and _is_slow_step(self.opt)
 
     def after_batch(self):
-        kind,calls,self.uploads = self.kind,self.watcher.calls,self.watcher.uploads
+        kind,calls = self.kind,self.watcher.calls
         if not self.skip and n_compiles()>self.at.compiles: self._on_compile(kind, calls)
         self.n_of.update([kind, self.came])
         self.calls_of[kind] = calls
@@ -224,7 +214,7 @@ class StrictSteps(XLACallback):
         known,most = self.shapes_of[self.training],2+len(self.dl.lens if isinstance(self.dl, XLADL) else ())
         if len(known)>most: raise NotSteady(_shape_error(_batch_name(self), known[-1], known[:most]))
         if self.n_of[kind]<self.warm: return
-        raise NotSteady(f"{_batch_name(self)} was compiled again: {_change(_first_change(self.calls_of[kind], calls), self.uploads)}")
+        raise NotSteady(f"{_batch_name(self)} was compiled again: {_change(_first_change(self.calls_of[kind], calls))}")
 
 # %% ../../nbs/480_train.strict.ipynb #warning
 class RecompileWarning:
@@ -236,9 +226,7 @@ class RecompileWarning:
         "A step begins"
         self.n = n_compiles() if self.n_again<self.most else None
 
-    def end(self,
-        learn, # A Learner at the end of a training step
-    ):
+    def end(self, learn):
         "The step has run"
         if self.n is None: return
         kind = tuple(t.shape for t in tensors_of([*learn.xb, *learn.yb]))

@@ -38,17 +38,12 @@ from .replay import is_long, StepReplay
 from .strict import RecompileWarning, StrictSteps
 
 # %% ../../nbs/490_train.trainer.ipynb #mixed
-def mixes_floats(
-    learn, # A Learner in a batch
-):
+def mixes_floats(learn):
     "Has the batch float64 inputs or targets, and the model none?"
     if not any(t.dtype is torch.float64 for t in tensors_of([*learn.xb, *learn.yb])): return False
     return not any(p.dtype is torch.float64 for p in learn.model.parameters())
 
-def try_on_host(
-    learn, # A Learner in a batch
-    values:HostValues, # The values of its tensors, as they are on the host
-):
+def try_on_host(learn, values:HostValues):
     "Compute the batch once on the host, so that torch names the operation whose dtypes do not match; the Learner stays as it is"
     modes = [(m, m.training) for m in learn.model.modules()]
     try:
@@ -56,25 +51,19 @@ def try_on_host(
             xb,yb = to_host((tuple(learn.xb), tuple(learn.yb)))
             pred = learn.model.eval()(*xb)
             if len(yb): learn.loss_func(pred, *yb)
-    except RuntimeError as e: raise graph_error(e, True, False) from None
+    except RuntimeError as e: raise graph_error(e, mixed=True) from None
     finally:
         for m,mode in modes: m.training = mode
 
-def graph_error(
-    e, # What XLA raised
-    mixed:bool, # See `mixes_floats`
-    lost:bool, # Are weights of the Learner lost?
-):
-    "The error for a graph that could not be compiled or run"
+def graph_error(e, mixed=False, lost=False):
+    "The error for a graph that could not be compiled or run: are float64 and float32 `mixed`, are weights `lost`?"
     why = ("The batch has float64 numbers and the model float32 weights, which XLA does not mix: give both one type, by `x.float()` in the dataset "
         "(numpy makes float64) or by `learn.model.double()`. ") if mixed else ''
     what = "The weights went with it: load them, or build the Learner again. " if lost else 'The weights are what they were. '
     return RuntimeError(f"XLA could not run the graph of this step. {why}{what}It said: {str(e).strip()[:500]}")
 
 # %% ../../nbs/490_train.trainer.ipynb #apart
-def wrong_device_error(
-    e, # What was raised
-):
+def wrong_device_error(e):
     "The error for an operation on tensors of the host and of the device, with the user's line; None if `e` is another error"
     if not isinstance(e, RuntimeError) or not any(o in str(e) for o in ('XLA tensor','IsXlaTensor')): return
     users_frames = [o for o in traceback.extract_tb(e.__traceback__) if is_users(o.filename)]
@@ -86,9 +75,7 @@ def wrong_device_error(
         f"`x.new_zeros(...)`, or `register_buffer` it in the model. A `device` that is 'cpu' where there is no GPU is the host here.")
 
 # %% ../../nbs/490_train.trainer.ipynb #meters
-def fetch_if_pending(
-    v, # Anything
-):
+def fetch_if_pending(v):
     "The value of a `PendingLoss`, fetched if need be; anything else as it is"
     return v.known if isinstance(v, PendingLoss) else v
 
@@ -98,9 +85,7 @@ def _map_meters(learn, f):
     rec = getattr(learn, 'recorder', None)
     if rec is not None: vars(rec).update(loss=f(rec.loss), smooth_loss=f(rec.smooth_loss))
 
-def fetch_pending_losses(
-    learn, # A Learner, in or out of a fit
-):
+def fetch_pending_losses(learn):
     "Replace the losses of `learn` that were pending by their values"
     rec = getattr(learn, 'recorder', None)
     if hasattr(rec, 'losses'): rec.losses[:] = [fetch_if_pending(o) for o in rec.losses]
@@ -115,10 +100,9 @@ def _has_lost_value(t):
 
 def restore_lost_tensors(
     learn, # A Learner in whose phase an exception was raised
-    known=(), # Earlier values of its tensors, on the host, by `id`
     shapes=(), # Shapes of its tensors, by `id`: torch_xla cannot tell the shape of a tensor without a value
 ):
-    "Give the tensors of `learn` that a failed graph has left without a value their `known` value, or NaN; is one of them NaN? None if none was lost"
+    "Give the tensors of `learn` that a failed graph has left without a value NaN; was there one?"
     for states in [] if learn.opt is None else opt_states(learn.opt):
         # a parameter whose optimizer state is lost begins with a new one; `clear` also empties the dict for whoever else holds it
         for p in [p for p,s in states.items() if any(map(_has_lost_value, filter(on_xla, tensors_of(s))))]: states.pop(p).clear()
@@ -128,16 +112,14 @@ def restore_lost_tensors(
     for t in ts:
         if t.is_leaf and t.grad is not None and _has_lost_value(t.grad): t.grad = None
     for t in lost:
-        if id(t) in known: value = known[id(t)]
-        else: value = torch.full(shapes[id(t)], float('nan') if t.dtype.is_floating_point else 0, dtype=t.dtype)
+        value = torch.full(shapes[id(t)], float('nan') if t.dtype.is_floating_point else 0, dtype=t.dtype)
         t.data = send([value], t.device)[0]
-    return any(id(t) not in known for t in lost) if lost else None
+    return len(lost)>0
 
 # %% ../../nbs/490_train.trainer.ipynb #explain
 def _raise_with_remedy(cb, e):
     "Raise the exception `e` of a phase of the callback `cb`, or in its place an error that says what to do"
-    lost = restore_lost_tensors(cb.learn, cb.values.hosts if cb.mixed else (), cb.shapes)
-    if lost is None:
+    if not restore_lost_tensors(cb.learn, cb.shapes):
         if device_error := wrong_device_error(e): raise device_error from e
         raise # `e` itself, which the caller handles
     traceback.clear_frames(e.__traceback__) # they hold tensors of the graph
@@ -145,12 +127,10 @@ def _raise_with_remedy(cb, e):
     cb.replay.stop()
     cb.replay.forget()
     gc.collect()
-    raise graph_error(e, cb.mixed, lost) from e
+    raise graph_error(e, lost=True) from e
 
 # %% ../../nbs/490_train.trainer.ipynb #host
-def is_one_sample(
-    dl, # A loader, or a list of batches
-):
+def is_one_sample(dl):
     "Does `dl` give a single batch of a single sample?"
     if isinstance(dl, (list,tuple)): return len(dl)==1 and len(tensors_of(dl[0]))>0 and find_bs(dl[0])==1
     return getattr(dl, 'n', None)==1
@@ -169,8 +149,6 @@ def _no_batches_message(dl):
         "Give it more samples, a smaller `bs` or `drop_last=False`.")
 
 # %% ../../nbs/490_train.trainer.ipynb #trainer
-_missing = object() # stands for an attribute that was not set
-
 class TPUTrainer(XLACallback):
     "Train an unmodified `Learner` on one XLA device: a phase holds it there, and restores what it changed; one sample is predicted on the host"
     order = TrainEvalCallback.order-1
@@ -187,12 +165,12 @@ class TPUTrainer(XLACallback):
     ):
         TfmPlacement(None, batch_tfms) # raises for an unknown `batch_tfms`
         self.batch_tfms,self.queue,self.loans = batch_tfms,HostQueue(fetch_every),Loans() # `loans`: patches that `release` takes back
-        self._lent_dls = None # the `DataLoaders` whose `device` is the XLA device for now
+        self.dls_device = Loans() # has `dls.device` be the XLA device for now
         self._has_reported,self._counts_at_start = False,None # of compiles, for the line after the second batch
         self.n_loops = 0 # loops over batches begun: an iterator that ends late must not end a later loop
         self.replay,self.renewal,self.values = StepReplay(replay),Renewal(),HostValues()
         self.on_host = False # does the phase that is under way run on the host?
-        self.mixed = False # has a batch of this phase had float64 for a float32 model? Then `values` has the weights from before it
+        self.mixed = False # has a batch of this phase had float64 for a float32 model?
         self.fed = [] # loaders that yield on the device
         self.shapes = {} # of the Learner's tensors by `id`, for `restore_lost_tensors`
 
@@ -233,7 +211,7 @@ class TPUTrainer(XLACallback):
         self.on_host = True
         try:
             with self.values.lent(self.learn),resting([self.learn.dl]),Loans() as loans:
-                if self._lent_dls is not None: loans.put(self._lent_dls, '_device', torch.device('cpu')) # for who asks for `dls.device`
+                if len(self.dls_device): loans.put(self.dls, '_device', torch.device('cpu')) # for who asks for `dls.device`
                 rest(f)
         finally: self.on_host = False
 
@@ -242,8 +220,7 @@ class TPUTrainer(XLACallback):
         self.shapes = {id(t): t.shape for t in placed_tensors(move_learner(self.learn, self.device)).values()}
         self._renew_tensors()
         if self.is_only_replica: self.feed()
-        if self._lent_dls is None: self._lent_dls,self._own_dls_device = self.dls,vars(self.dls).get('_device', _missing)
-        self._lent_dls._device = self.device
+        if not len(self.dls_device): self.dls_device.put(self.dls, '_device', self.device)
 
     def feed(self):
         "Have the loaders of the Learner yield on the device"
@@ -275,8 +252,9 @@ class TPUTrainer(XLACallback):
         self._lend_patches()
         _map_meters(self.learn, partial(device_metric, queue=self.queue))
         self.n_loops += 1
+        self.check = RangeCheck()
         self.learn.dl = self._make_loader(self.dl, batch_tfms=self.batch_tfms, pad=pad, pad_text=pads_text(self.model),
-            check=self._range_check(), on_batch=self._begin_replay, on_end=partial(self._end_loop, self.n_loops))
+            check=self.check, on_batch=self._begin_replay, on_end=partial(self._end_loop, self.n_loops))
 
     def _begin_replay(self, i):
         "Batch `i` has come, before its transforms: their calls of torch belong to the program of the step"
@@ -292,16 +270,12 @@ class TPUTrainer(XLACallback):
 
     def _restore_dls_device(self):
         "Give `dls.device` back"
-        if self._lent_dls is None: return
-        self.renewal.note(self.learn)
-        if self._own_dls_device is _missing: del self._lent_dls._device
-        else: self._lent_dls._device = self._own_dls_device
-        self._lent_dls = None
+        if len(self.dls_device): self.renewal.note(self.learn)
+        self.dls_device.give_back()
 
     def _check_floats(self):
         "Compute a batch of float64 for a float32 model on the host first: torch's error names the operation, XLA's does not"
         if self.on_host or self.mixed or not mixes_floats(self.learn): return
-        self.values.fetch(self.learn)
         self.mixed = True
         try_on_host(self.learn, self.values)
 
@@ -316,10 +290,6 @@ class TPUTrainer(XLACallback):
         self._lend_patches()
 
     def _seed(self): return base_seed()
-
-    def _range_check(self):
-        self.check = RangeCheck()
-        return self.check
 
     def release(self):
         "Undo all patches"
@@ -373,7 +343,7 @@ class TPUTrainer(XLACallback):
         self.replay.interrupt()
         saved = dict(vars(self))
         vars(self).update(queue=type(self.queue)(self.queue.every), loans=Loans(), replay=StepReplay(False), renewal=Renewal(),
-            check=None, fed=[], _lent_dls=None)
+            check=None, fed=[], dls_device=Loans())
         try: return beside_steps(self.device, f)
         finally: vars(self).update(saved)
 
@@ -409,9 +379,7 @@ class TPUTrainer(XLACallback):
         if c.compiles or c.cached: print(f'\r{_compile_message(c):<110}')
 
 # %% ../../nbs/490_train.trainer.ipynb #to-tpu
-def remove_trainers(
-    learn, # A Learner, on a device or not
-):
+def remove_trainers(learn):
     "Remove the callbacks of `to_tpu`, `to_tpu_distributed` and `to_tpu_sharded`, after they have undone their patches"
     learn.remove_cbs(StrictSteps)
     for cb in learn._grab_cbs(TPUTrainer):
@@ -419,9 +387,7 @@ def remove_trainers(
         cb.unfeed()
         learn.remove_cb(cb)
 
-def drop_batch(
-    learn, # A Learner whose last fit was on a device, or was interrupted there
-):
+def drop_batch(learn):
     "Drop the last batch and its graph, so that their device memory is freed"
     learn._end_cleanup()
     learn.loss_grad = None
