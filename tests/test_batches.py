@@ -73,25 +73,12 @@ def mapping_of_a_collator(attach, bs):
         return b,y
     return trained(attach, bs, collate, longest=True)
 
-@cases.case()
-def batch_encoding(attach, bs): return trained(attach, bs, lambda ids,mask,y,i: (Encoding(input_ids=ids, attention_mask=mask), y))
-
-@cases.case()
-def namespace(attach, bs): return trained(attach, bs, lambda ids,mask,y,i: (SimpleNamespace(ids=ids, mask=mask, flag=True), y))
-
-@cases.case()
-def frozen_dataclass(attach, bs): return trained(attach, bs, lambda ids,mask,y,i: (Item(ids, mask), y))
+KINDS = dict(batch_encoding=lambda ids,mask,y,i: (Encoding(input_ids=ids, attention_mask=mask), y), namespace=lambda ids,mask,y,i: (SimpleNamespace(ids=ids, mask=mask, flag=True), y),
+    frozen_dataclass=lambda ids,mask,y,i: (Item(ids, mask), y), movable=lambda ids,mask,y,i: (Movable(ids, mask if i%2 else None), y),
+    sometimes_no_mask=lambda ids,mask,y,i: (ids, (mask if i%2 else None), y), a_tensor_a_sample=lambda ids,mask,y,i: ([*ids], y))
 
 @cases.case('to_tpu', 'cores', 'sharded')
-def movable(attach, bs): return trained(attach, bs, lambda ids,mask,y,i: (Movable(ids, mask if i%2 else None), y))
-
-@cases.case('to_tpu', 'cores', 'sharded')
-def sometimes_no_mask(attach, bs):
-    def collate(ids, mask, y, i): return ids,(mask if i%2 else None),y
-    return trained(attach, bs, collate)
-
-@cases.case()
-def a_tensor_a_sample(attach, bs): return trained(attach, bs, lambda ids,mask,y,i: ([*ids], y))
+def containers(attach, bs): return {k: trained(attach, bs, f) for k,f in KINDS.items()}
 
 class Seen(Callback):
     "What fastai's own callbacks would keep of the inputs of a validation"

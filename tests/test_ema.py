@@ -27,15 +27,12 @@ def test_no_read_no_program_and_steps_are_run_again():
         return fit(learn, 3, [*cbs, stats]),stats.steps,xla_counts().reads-before
     plain,*_ = trained([])
     again,steps,_ = trained([EMACallback(**warm)])
+    assert plain.recorder.losses==again.recorder.losses # training is what it is without
     traced,traced_steps,reads = trained([EMACallback(**warm)], replay=False)
     assert reads==trained([], replay=False)[2] # when the model takes the averages nothing goes through the host
     assert {o.compiles for o in steps[1:]}=={0} and {(o.compiles,o.reads) for o in traced_steps[2:]}=={(0,0)}
     assert again.replay.n_replayed>50 and plain.replay.n_replayed>50
     near(ends(traced), ends(again), 0, 0)
-
-def test_training_is_what_it_is_without():
-    def losses(cbs): return [float(o) for o in fit(learner().to_tpu(), cbs=cbs).recorder.losses]
-    assert losses(None)==losses(EMACallback(**warm))
 
 def test_saves_what_was_validated():
     for to in (noop, to_tpu):
@@ -53,12 +50,6 @@ class Begins(Callback):
     "The weights before the first step"
     def before_train(self): self.weights = weights(self.model)
 
-def test_the_next_fit_begins_with_the_averages():
-    learn,seen = fit(learner().to_tpu(), cbs=EMACallback(**warm)),Begins()
-    start = weights(learn.model)
-    fit(learn, 1, [EMACallback(**warm), seen])
-    near(start, seen.weights, 0, 0)
-
 def test_an_error_and_lr_find_leave_nothing_behind():
     class Fails(Callback):
         def after_step(self):
@@ -75,7 +66,7 @@ def test_an_epoch_without_training():
             if self.epoch==1: raise CancelTrainException
     learn = fit(to_tpu(learner()), 2, [EMACallback(**warm), LeaveOut()])
     assert learn.recorder.values[0][-2:]==learn.recorder.values[1][-2:]
-    assert not any('ema' in st for *_,st,_ in learn.opt.all_params())
+    ends(learn)
 
 def trained(*cbs, to=to_tpu, fits=2, **kwargs):
     "What comes out of fits of 11 batches an epoch, with those to validate"
@@ -92,11 +83,16 @@ def test_goes_on_to_the_last_bit(opt_func, deaths):
         with pytest.raises(KeyboardInterrupt): trained(TPUCheckpoint('run', every=every), Dies(at), opt_func=opt_func)
         near(want, trained(resume_from('run', every=every), opt_func=opt_func), 0, 0)
 
+def test_the_next_fit_begins_with_the_averages():
+    learn,seen = fit(learner().to_tpu(), cbs=EMACallback(**warm)),Begins()
+    start = weights(learn.model)
+    fit(learn, 1, [EMACallback(**warm), seen])
+    near(start, seen.weights, 0, 0)
+
 def test_a_fit_that_had_ended_goes_on():
-    def one(n): return fit(to_tpu(learner(cbs=resume_from('run'))), n, EMACallback(**warm))
-    start,seen = weights(one(1).model),Begins()
-    learn = to_tpu(learner(cbs=[resume_from('run'), seen]))
-    ends(fit(learn, 2, EMACallback(**warm)))
+    def one(*cbs, n=1): return fit(to_tpu(learner(cbs=[resume_from('run'), *cbs])), n, EMACallback(**warm))
+    start,seen = weights(one().model),Begins()
+    ends(one(seen, n=2))
     near(start, seen.weights, 0, 0)
 
 def on_ranks(cbs=lambda r: [], **kwargs):

@@ -1,6 +1,4 @@
 "Layers that XLA computes in another way than torch train as in plain fastai, or are refused in a sentence, in each strategy: complex numbers, sparse embeddings, packed sequences."
-from contextlib import nullcontext
-
 import pytest, torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -53,24 +51,6 @@ def fields(n=40):
 @cases.case()
 def fourier_operator(attach, bs): return trained(attach, fields(), bs, FNO(), MSELossFlat(), lr=.3)
 
-@cases.case(*in_one_process)
-def fourier_operator_by_adam(attach, bs): return trained(attach, fields(), bs, FNO(), MSELossFlat(), opt_func=Adam, lr=.01)
-
-class Magnitudes(nn.Module):
-    "Of the spectrogram of a filtered signal, normalized"
-    def __init__(self):
-        super().__init__()
-        self.filter,self.lin = nn.Conv1d(1, 1, 3, padding=1),nn.Linear(9*9, 3)
-    def forward(self, x):
-        f = torch.stft(self.filter(x[:,None])[:,0], 16, 8, window=torch.hann_window(16, device=x.device), return_complex=True)
-        f = (f-f.mean((1,2), keepdim=True))/4
-        return self.lin((f/f.abs().mean((1,2), keepdim=True)).abs().flatten(1))
-
-@cases.case(*in_one_process)
-def spectrogram(attach, bs):
-    g = torch.Generator().manual_seed(0)
-    return trained(attach, [(torch.randn(64, generator=g), i%3) for i in range(40)], bs, Magnitudes(), CrossEntropyLossFlat())
-
 class Squashed(FNO):
     def forward(self, x): return torch.fft.irfft2(torch.tanh(torch.fft.rfft2(self.down(self.up(x)))), s=x.shape[-2:])
 
@@ -99,37 +79,23 @@ class Bag(nn.Module):
 @cases.case()
 def sparse_embedding(attach, bs):
     "Its gradients are dense, and a warning says so"
-    if attach is STRATEGIES['plain']: return trained(attach, words(), bs, Bag(), CrossEntropyLossFlat())
-    if attach is STRATEGIES['ranks']: return trained(attach, words(), bs, Bag(), CrossEntropyLossFlat()) # which warn in processes of their own
+    if attach in (STRATEGIES['plain'], STRATEGIES['ranks']): return trained(attach, words(), bs, Bag(), CrossEntropyLossFlat()) # ranks warn in processes of their own
     with pytest.warns(UserWarning, match='An embedding has `sparse=True`, and XLA has no sparse tensors: its gradient is dense'):
         return trained(attach, words(), bs, Bag(), CrossEntropyLossFlat())
-
-@cases.case('to_tpu')
-def sparse_adam(attach, bs):
-    if attach is STRATEGIES['plain']: return [0.]
-    with pytest.warns(UserWarning, match='takes no dense gradients: use `Adam`'),pytest.raises(RuntimeError, match='SparseAdam does not support dense gradients'):
-        trained(attach, words(), bs, Rows(), CrossEntropyLossFlat(),
-            opt_func=partial(OptimWrapper, opt=torch.optim.SparseAdam))
-    return [0.]
-
-class Rows(nn.Module):
-    "A model of sparse embeddings alone"
-    def __init__(self):
-        super().__init__()
-        self.emb = nn.Embedding(20, 3, sparse=True)
-    def forward(self, x): return self.emb(x).mean(1)
 
 # ---- packed sequences
 
 class Packed(nn.Module):
-    "Reads sequences of any length by a recurrent layer, forward and backward, and looks at outputs and last states"
-    def __init__(self, cls):
+    "Reads sequences of any length by recurrent layers, forward and backward, and looks at outputs and last states"
+    def __init__(self):
         super().__init__()
-        self.emb,self.rnn,self.lin = nn.Embedding(20, 4),cls(4, 5, batch_first=True, bidirectional=True),nn.Linear(20, 3)
+        self.emb,self.lin = nn.Embedding(20, 4),nn.Linear(40, 3)
+        self.lstm,self.gru = [cls(4, 5, batch_first=True, bidirectional=True) for cls in (nn.LSTM, nn.GRU)]
     def forward(self, x, lengths):
-        out,h = self.rnn(pack_padded_sequence(self.emb(x), lengths.cpu(), batch_first=True, enforce_sorted=False))
-        out,_ = pad_packed_sequence(out, batch_first=True, total_length=x.shape[1])
-        return self.lin(torch.cat([out.sum(1), *(h[0] if isinstance(h, tuple) else h)], 1))
+        packed = pack_padded_sequence(self.emb(x), lengths.cpu(), batch_first=True, enforce_sorted=False)
+        (a,(h,_)),(b,h2) = self.lstm(packed),self.gru(packed)
+        outs = [pad_packed_sequence(o, batch_first=True, total_length=x.shape[1])[0].sum(1) for o in (a,b)]
+        return self.lin(torch.cat([*outs, *h, *h2], 1))
 
 def collate(to):
     "Sequences padded to `to(the longest)`, with their lengths on the host, as packing takes them"
@@ -148,19 +114,14 @@ class Compiles(Callback):
     def before_train(self): self.at = xla_counts()
     def after_train(self): self.seen.append((xla_counts()-self.at).compiles)
 
-def packed(attach, bs, cls):
+@cases.case(*in_one_process)
+def packed(attach, bs):
     "As with sequences padded to the longest; on a device they are padded to one of two lengths, and few programs are compiled"
     plain = attach is STRATEGIES['plain']
     cb = Compiles()
-    res = trained(attach, sequences(), bs, Packed(cls), CrossEntropyLossFlat(), create_batch=collate(noop if plain else bucket_len), cbs=None if plain else cb)
+    res = trained(attach, sequences(), bs, Packed(), CrossEntropyLossFlat(), create_batch=collate(noop if plain else bucket_len), cbs=None if plain else cb)
     if not plain: assert sum(cb.seen)<=6 and cb.seen[1]<=1, cb.seen # the last is the one of a length that the first epoch has met once
     return res
-
-@cases.case(*in_one_process)
-def packed_lstm(attach, bs): return packed(attach, bs, nn.LSTM)
-
-@cases.case(*in_one_process)
-def packed_gru(attach, bs): return packed(attach, bs, nn.GRU)
 
 # ---- numbers that change
 
@@ -183,26 +144,6 @@ def scheduled_exponent(attach, bs):
     res = trained(attach, [(torch.randn(4, generator=g), i%3) for i in range(72)], bs, nn.Linear(4, 3), Focal(), cbs=cbs)
     if not plain: assert cb.seen[0]<=3 and cb.seen[1]==0, cb.seen
     return res
-
-class Bank(nn.Module):
-    "Adds the mean of a memory of inputs, which it writes where a number of Python's points"
-    def __init__(self):
-        super().__init__()
-        self.lin,self.at = nn.Linear(4, 3),0
-        self.register_buffer('bank', torch.zeros(72, 4))
-    def forward(self, x):
-        if self.training:
-            self.bank[self.at:self.at+len(x)] = x.detach()
-            self.at = (self.at+len(x))%72
-        return self.lin(x)+self.bank.mean()
-
-@cases.case(*in_one_process)
-def memory_bank(attach, bs):
-    "Right, and a warning says that it compiles in each step, and how to find the line"
-    g = torch.Generator().manual_seed(0)
-    samples = [(torch.randn(4, generator=g), i%3) for i in range(80)]
-    with nullcontext() if attach is STRATEGIES['plain'] else pytest.warns(UserWarning, match='(?s)training steps were compiled again.*strict=True'):
-        return trained(attach, samples, bs, Bank(), CrossEntropyLossFlat())
 
 @pytest.mark.parametrize('strategy,name', [pytest.param(*o, marks=pytest.mark.slow) if o[0]=='ranks' else o for o in cases.names])
 def test_layers(strategy, name): cases.check(strategy, name)

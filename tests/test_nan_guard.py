@@ -44,7 +44,7 @@ def numbers(learn): return {k: v.detach().cpu().float() for k,v in learn.model.s
 
 torch_adamw = partial(OptimWrapper, opt=torch.optim.AdamW)
 
-@pytest.mark.parametrize('opt_func', [Adam, SGD, RMSProp, torch_adamw], ids=['Adam','SGD','RMSProp','AdamW'])
+@pytest.mark.parametrize('opt_func', [Adam, SGD, torch_adamw], ids=['Adam','SGD','AdamW'])
 def test_skip_on_one_core(opt_func):
     "As plain fastai without that batch, with the optimizer's bias correction; twice over two epochs; and not a read more"
     want = numbers(fit_flat(guarded(without=True, opt_func=opt_func)))
@@ -79,13 +79,6 @@ def test_the_first_parameter():
 def test_what_cannot_be_masked():
     learn = guarded(opt_func=ranger, action='skip').to_tpu()
     with pytest.raises(ValueError, match=r"`NaNGuard\('skip'\)` needs an optimizer whose step is one operation on the device, and Lookahead is not"): fit(learn)
-
-def test_terminate_on_nan_still_works():
-    from fastai.callback.tracker import TerminateOnNaNCallback
-    learn = guarded().to_tpu()
-    learn.remove_cb(NaNGuard)
-    with learn.no_bar(),learn.no_logging(): learn.fit(2, cbs=TerminateOnNaNCallback())
-    assert learn.epoch==0 and learn.train_iter==3
 
 def test_lr_find_goes_its_own_way():
     learn = guarded(without=True).to_tpu()

@@ -26,10 +26,7 @@ def checkpointed(opt_func):
     assert len(vits)==1
     return learn
 
-@pytest.mark.parametrize('reentrant', [True, False])
-def test_timms_checkpointing(reentrant, monkeypatch):
-    "Of both forms that torch has"
-    monkeypatch.setattr('timm.layers.config._USE_REENTRANT_CKPT', reentrant, raising=False)
+def test_timms_checkpointing():
     ref = outcome(checkpointed(OPTS['Adam']), LRS['Adam'])
     learn = checkpointed(OPTS['Adam']).to_tpu()
     assert_same(outcome(learn, LRS['Adam']), ref, TOLS['vit'])

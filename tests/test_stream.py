@@ -83,19 +83,16 @@ def ids(dl): return [[int(i) for i in b[0][:,0]] for b in dl]
 def flat(bs): return [o for b in bs for o in b]
 
 @pytest.mark.parametrize('kind,where', PLACES)
-def test_sizes_are_counted(kind, where):
+def test_the_seed_decides_and_workers_do_not(kind, where):
     s = shards(101, 'trn', kind, where)
     assert s.count(s.urls)==s.sizes and sum(s.sizes)==101 and 0 in s.sizes
-
-@pytest.mark.parametrize('kind,where', PLACES)
-def test_the_seed_decides_and_workers_do_not(kind, where):
     def epochs(num_workers, device):
         set_seed(3)
         dl = stream_dls(num_workers=num_workers, window=10, kind=kind, where=where).train
         return [ids(XLADL(dl, DEVICE, prefetch=num_workers+1) if device else dl) for _ in range(2)]
     want = epochs(0, False)
     assert want[0]!=want[1] and all(len(e)==25 and len(set(flat(e)))==100 for e in want)
-    for nw in (0,1,2): assert epochs(nw, True)==want
+    for nw in (0,2): assert epochs(nw, True)==want
 
 # ---- on replicas
 
@@ -111,8 +108,7 @@ def on_ranks(num_workers=0, **kwargs):
     set_seed(7)
     return run_replicas(f)
 
-@pytest.mark.parametrize('num_workers', [0, 2])
-@pytest.mark.parametrize('kind,where', PLACES)
+@pytest.mark.parametrize('kind,where,num_workers', [('tar','memory',0), ('tar','http',2), ('tfrec','http',2)])
 def test_shares_of_ranks(kind, where, num_workers):
     "Over ranks and their workers"
     (trn,val,n),(trn2,val2,n2) = on_ranks(num_workers, window=10, kind=kind, where=where)
@@ -150,20 +146,6 @@ def test_training_on_replicas_is_exact():
         close(want[1], got[1])
     assert a[1][1].tolist()==[int(y) for _,y in vectors(45, seed=1)]                        # in the order of the shards
 
-def test_a_pipeline_of_webdataset_itself():
-    "Any IterableDataset can be shared, at the price that each rank reads it all"
-    urls = shards(101, 'trn').urls
-    def make(s): return numbers(s['x']),int(s['cls'])
-    def f(r):
-        dls = [TfmdDL(webdataset.DataPipeline(webdataset.SimpleShardList(urls), opened, webdataset.tariterators.tar_file_expander,
-                      webdataset.tariterators.group_by_keys, webdataset.map(make)), bs=4, n=101, num_workers=0) for _ in range(2)]
-        return [ids(ShardedDL(dl, xla_device(), train=t)) for dl,t in zip(dls, (True,False))]
-    def opened(src):
-        for s in src: yield dict(s, stream=io.BytesIO(STORE.memory.cat_file(s['url'])))
-    (trn,val),(trn2,val2) = run_replicas(f)
-    assert [len(o) for o in trn]==[len(o) for o in trn2]==[4]*12 and sorted(flat(trn)+flat(trn2))==list(range(96))
-    assert sorted(flat(val)+flat(val2))==list(range(101))
-
 # ---- what goes wrong
 
 def cut_off(s):
@@ -179,26 +161,23 @@ def unreachable(s):
 WRONG = [(cut_off, OSError, r'cannot be read beyond its first \d+ samples.*write or copy it anew'), (missing, FileNotFoundError, 'There is no shard.*check the address'),
          (hung_up, OSError, r'cannot be read beyond its first \d+ samples .ClientPayloadError'), (unreachable, OSError, 'cannot be opened .*check the address, the network')]
 
-@pytest.mark.parametrize('num_workers', [0, 2])
 @pytest.mark.parametrize('spoil,exc,told', WRONG, ids=lambda o: getattr(o, '__name__', ''))
-def test_what_is_said_of_a_shard(spoil, exc, told, num_workers):
+def test_what_is_said_of_a_shard(spoil, exc, told):
     s = shards(64, 'bad', where='http', sizes=(7,0,30))
     spoil(s)
-    with nothing_left(), pytest.raises(exc, match=f'(?s){told}') as e: list(XLADL(StreamDL(s, bs=4, num_workers=num_workers), DEVICE))
+    with nothing_left(), pytest.raises(exc, match=f'(?s){told}') as e: list(XLADL(StreamDL(s, bs=4, num_workers=2), DEVICE))
     assert 'bad-02.tar' in str(e.value)
     assert s[6][0][0]==6 and s[63][0][0]==63, 'the other shards are as they were'
 
-@pytest.mark.parametrize('num_workers', [0, 2])
-@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('kind,num_workers', [('tar',2), ('tfrec',0)])
 def test_a_connection_that_breaks_is_made_again(kind, num_workers):
     dl = StreamDL(shards(64, 'flaky', kind, 'http', sizes=(7,0,30), window=5), bs=4, shuffle=True, num_workers=num_workers)
     Handler.cut.update({f'flaky-02.{kind}': 1, f'flaky-03.{kind}': 1})
     assert sorted(flat(ids(XLADL(dl, DEVICE))))==list(range(64))
     assert all(Handler.cut[f'flaky-{i}.{kind}']<0 for i in ('02','03'))
 
-@pytest.mark.parametrize('num_workers', [0, 2])
-def test_a_shard_that_breaks_off_in_training(num_workers):
-    dls = stream_dls(num_workers=num_workers)
+def test_a_shard_that_breaks_off_in_training():
+    dls = stream_dls(num_workers=2)
     whole = STORE.memory.cat_file('trn-05.tar')
     STORE.put('memory', 'trn-05.tar', whole[:len(whole)//2])
     learn = Learner(dls, mlp(), loss_func=CrossEntropyLossFlat()).to_tpu()
@@ -215,6 +194,7 @@ def test_a_sample_that_cannot_be_decoded():
 
 # ---- the example, on a pool of cores
 
+@pytest.mark.slow
 def test_the_example(tmp_path):
     res = run(repo/'examples'/'stream_digits.py', '--epochs', '2', '--cores', '2', '--out', tmp_path)
     assert res.returncode==0, res.stderr

@@ -72,27 +72,11 @@ def test_a_callback_reads(f):
     assert said.startswith("Exception occured in `Reads` when calling event `after_batch`") and 'Batch 2 of training' in said and ('read the device' in said or 'ran aten::equal on the CPU' in said)
     assert f'{__file__}:{inspect.getsourcelines(f)[1]}, in <lambda>' in said or f'{__file__}:' in said and 'smooth_loss=' in said
 
-def test_a_callback_reads_what_the_recorder_holds():
-    "Its losses come home about once a second, unless somebody looks"
-    class Looks(Callback):
-        order = 80
-        def after_batch(self):
-            if self.training: self.last = float(self.smooth_loss)
-    assert at(Looks, 'float(') in complaint(strict(), cbs=Looks())
-
-def test_in_validation():
-    said = complaint(strict(n_val=40), cbs=Reads(train=False))
-    assert 'Batch 2 of validation read the device by `item`' in said
-
-def test_a_gradient_hook():
-    learn = strict()
-    learn.model[0].weight.register_hook(lambda g: g*0 if g.sum().item()>1e9 else g)
-    said = complaint(learn)
-    assert f'{__file__}:' in said and 'g.sum().item()' in said
-
-def test_a_callback_of_fastai():
-    said = complaint(strict(), cbs=TerminateOnNaNCallback())
-    assert 'fastai/callback/tracker.py:' in said and 'torch.isinf(self.loss)' in said and 'Write `torch.where`' in said
+class Looks(Callback):
+    "Losses come home about once a second, unless somebody looks"
+    order = 80
+    def after_batch(self):
+        if self.training: self.last = float(self.smooth_loss)
 
 class Peeks(Transform):
     def encodes(self, x:Tensor): return x*2 if x.max().item()>1e9 else x
@@ -104,53 +88,44 @@ def test_a_batch_transform():
     assert at(Peeks, 'def encodes') in complaint(learn.to_tpu(batch_tfms='device', strict=True))
     fit(learn.to_tpu(strict=True))
 
-class Branches(nn.Module):
+class Hooks(Callback):
+    def before_fit(self): self.model[0].weight.register_hook(lambda g: g*0 if g.sum().item()>1e9 else g)
+
+class Body(nn.Module):
     def __init__(self):
         super().__init__()
-        self.body = mlp()
+        self.body,self.n = mlp(),0
+    def forward(self, x): return self.body(x)
+
+class Branches(Body):
     def forward(self, x):
         if x.sum()>1e9: x = x*2
         return self.body(x)
 
-def learner_of(model): return lambda: Learner(mlp_learner().dls, model, loss_func=CrossEntropyLossFlat(), metrics=accuracy)
-
-def test_a_model_branches_on_a_value():
-    said = complaint(strict(learner_of(Branches())))
-    assert at(Branches, 'if x.sum()') in said and 'Write `torch.where` instead of `if`' in said
-
-class Unlowered(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = mlp()
+class Unlowered(Body):
     def forward(self, x): return self.body(x) + torch.special.zeta(x.detach().abs()+2, 2.)[:,:3]*0
 
-def test_an_operator_without_lowering():
-    said = complaint(strict(learner_of(Unlowered())))
-    assert 'Batch 2 of training ran aten::special_zeta on the CPU' in said and at(Unlowered, 'zeta') in said
+class Switches(Body):
+    def forward(self, x):
+        self.n += 1
+        if self.n==4: x = x.tanh()
+        return self.body(x)
 
-class HostNoise(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = mlp()
+class Keeps(Body):
+    def forward(self, x):
+        self.n,h = self.n+1,self.body[:2](x)
+        if self.n==4: self.kept = h
+        return self.body[2:](h)
+
+class HostNoise(Body):
     def forward(self, x):
         noise = torch.randn(8)*.01
         return self.body(x + noise.to(x.device))
 
-def test_a_tensor_of_the_host_in_each_step():
-    "is an input of the step's program"
-    learn = strict(learner_of(HostNoise()))
-    with learn.no_bar(),learn.no_logging(): learn.fit(1, 1e-2)
-    assert learn.replay.n_replayed>0
-
-class Exactly(Metric):
-    def reset(self): self.n = 0
-    def accumulate(self, learn): self.n += (learn.pred.argmax(-1)==learn.y).sum().item()
-    @property
-    def value(self): return self.n
-
-def test_a_metric_that_is_fed_in_every_batch():
-    said = complaint(strict(n_val=40, metrics=Exactly()))
-    assert 'Batch 2 of validation' in said and f'for the metric Exactly ({at(Exactly, "def accumulate")})' in said and '`AvgMetric`' in said
+class Scales(Callback):
+    order = 80
+    def after_loss(self):
+        if self.training: self.learn.loss_grad = self.loss_grad * [.1,.2,.3,1.,.5,.6][self.iter]
 
 class Grows(Callback):
     "Batches that get a sample smaller each time"
@@ -159,42 +134,37 @@ class Grows(Callback):
         n = 8-self.iter
         if self.training: self.learn.xb,self.learn.yb = (self.x[:n],),(self.y[:n],)
 
-def test_a_third_shape():
-    said = complaint(strict(), cbs=Grows())
-    assert 'Batch 2 of training was compiled again: its shapes are [6, 8], [6], after [8, 8], [8] and [7, 8], [7]. Give all batches one size' in said
+class Exactly(Metric):
+    def reset(self): self.n = 0
+    def accumulate(self, learn): self.n += (learn.pred.argmax(-1)==learn.y).sum().item()
+    @property
+    def value(self): return self.n
 
-class Switches(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body,self.n = mlp(),0
-    def forward(self, x):
-        self.n += 1
-        if self.n==4: x = x.tanh()
-        return self.body(x)
+def of(cls): return lambda: Learner(mlp_learner().dls, cls(), loss_func=CrossEntropyLossFlat(), metrics=accuracy)
 
-def test_other_operations():
-    said = complaint(strict(learner_of(Switches())))
-    assert 'Batch 3 of training was compiled again: `tanh` of float32[8, 8] stands where the step before had `linear` of float32[8, 8]' in said
-    assert at(Switches, 'x.tanh()') in said
+SAID = dict(
+    recorder   = (mlp_learner, Looks(), at(Looks, 'float(')),
+    validation = (partial(mlp_learner, n_val=40), Reads(train=False), 'Batch 2 of validation read the device by `item`'),
+    hook       = (mlp_learner, Hooks(), f'{__file__}:', 'g.sum().item()'),
+    fastai     = (mlp_learner, TerminateOnNaNCallback(), 'fastai/callback/tracker.py:', 'torch.isinf(self.loss)', 'Write `torch.where`'),
+    branches   = (of(Branches), None, at(Branches, 'if x.sum()'), 'Write `torch.where` instead of `if`'),
+    unlowered  = (of(Unlowered), None, 'Batch 2 of training ran aten::special_zeta on the CPU', at(Unlowered, 'zeta')),
+    metric     = (partial(mlp_learner, n_val=40, metrics=Exactly()), None, 'Batch 2 of validation', f'for the metric Exactly ({at(Exactly, "def accumulate")})', '`AvgMetric`'),
+    shapes     = (mlp_learner, Grows(), 'Batch 2 of training was compiled again: its shapes are [6, 8], [6], after [8, 8], [8] and [7, 8], [7]. Give all batches one size'),
+    operations = (of(Switches), None, 'Batch 3 of training was compiled again: `tanh` of float32[8, 8] stands where the step before had `linear` of float32[8, 8]', at(Switches, 'x.tanh()')),
+    kept       = (of(Keeps), None, 'Batch 3 of training was compiled again: it calls the same functions of torch'))
 
-def test_a_number_that_changes():
-    "is an input of the step's program"
-    class Scales(Callback):
-        order = 80
-        def after_loss(self):
-            if self.training: self.learn.loss_grad = self.loss_grad * [.1,.2,.3,1.,.5,.6][self.iter]
-    learn = strict()
-    with learn.no_bar(),learn.no_logging(): learn.fit(1, 1e-2, cbs=Scales())
+@pytest.mark.parametrize('mk,cbs,parts', [(mk,cb,parts) for mk,cb,*parts in SAID.values()], ids=SAID)
+def test_what_is_said(mk, cbs, parts):
+    said = complaint(strict(mk), cbs=cbs)
+    for o in parts: assert o in said, said
+
+@pytest.mark.parametrize('mk,cbs', [(of(HostNoise), None), (mlp_learner, Scales())], ids=['tensor','number'])
+def test_what_is_an_input_of_the_steps_program(mk, cbs):
+    "A tensor of the host in each step, a number that changes"
+    learn = strict(mk)
+    with learn.no_bar(): fit(learn, cbs=cbs)
     assert learn.replay.n_replayed>0
-
-def test_a_tensor_that_stays_alive():
-    class Keeps(nn.Module):
-        def forward(self, x):
-            if learn.training and learn.iter==3: self.kept = x
-            return x
-    learn = strict()
-    learn.model.insert(2, Keeps())
-    assert 'Batch 3 of training was compiled again: it calls the same functions of torch' in complaint(learn)
 
 def test_one_program_on_all_cores():
     "`StrictSteps` is a callback like others: it can be added after `to_tpu_sharded`"
