@@ -141,15 +141,6 @@ def test_get_preds(fitted, f):
     assert devices(got) <= {'cpu'}
     on_device(fitted[1])
 
-def test_get_preds_saves_to_files(fitted, tmp_path):
-    def f(learn, name):
-        d = tmp_path/name
-        d.mkdir()
-        learn.get_preds(save_preds=d, save_targs=d)
-        for o in d.ls(): assert_no_xla(o)
-        return {o.name: torch.load(o, weights_only=False) for o in d.ls()}
-    close(f(fitted[0], 'plain'), f(fitted[1], 'tpu'))
-
 @pytest.mark.parametrize('reorder', [True, False])
 def test_get_preds_with_a_sorted_loader(reorder):
     def mk(): return Learner(dls_of(vectors(48), vectors(20, seed=1), dl_type=partial(SortedDL, sort_func=_sum)), mlp(), loss_func=CrossEntropyLossFlat())

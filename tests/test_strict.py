@@ -166,28 +166,10 @@ def test_what_is_an_input_of_the_steps_program(mk, cbs):
     with learn.no_bar(): fit(learn, cbs=cbs)
     assert learn.replay.n_replayed>0
 
-def test_one_program_on_all_cores():
-    "`StrictSteps` is a callback like others: it can be added after `to_tpu_sharded`"
-    out = run_ok("""
-        from fastai.basics import *
-        from fastai_xla.all import *
-        from fastai_xla.train.strict import StrictSteps
-        x = torch.randn(8*6, 8)
-        ds = list(zip(x, x[:,:3].argmax(1)))
-        dls = DataLoaders(TfmdDL(ds, bs=8, num_workers=0), TfmdDL(ds, bs=8, num_workers=0))
-        learn = Learner(dls, nn.Linear(8, 3), loss_func=CrossEntropyLossFlat(), metrics=accuracy, path='.').to_tpu_sharded(fsdp=2).add_cb(StrictSteps())
-        class Reads(Callback):
-            order = 80
-            def after_batch(self): self.last = self.loss.item()
-        with learn.no_bar(), learn.no_logging():
-            learn.fit_one_cycle(2, 1e-2)
-            try: learn.fit(1, cbs=Reads())
-            except NotSteady as e: print(e)""", CPU_NUM_DEVICES='2')
-    assert 'Batch 2 of training read the device by `item`' in out
-
-def test_ranks_that_are_processes():
-    "Each counts for itself; the line of the user's is named at home"
-    out = run_ok("""
+@pytest.mark.parametrize('attach,n', [('to_tpu_sharded(fsdp=2, strict=True)', '2'), ('to_tpu_distributed(2, processes=True, strict=True)', None)], ids=['sharded','ranks'])
+def test_several_cores(attach, n):
+    "One program on all, or processes that count for themselves; the line of the user's is named at home"
+    out = run_ok(f"""
         from fastai.basics import *
         from fastai_xla.all import *
         x = torch.randn(16*6, 8)
@@ -197,11 +179,11 @@ def test_ranks_that_are_processes():
             def after_batch(self): self.last = self.loss.item()
         if __name__=='__main__':
             dls = DataLoaders(TfmdDL(ds, bs=8, num_workers=0), TfmdDL(ds, bs=8, num_workers=0))
-            learn = Learner(dls, nn.Linear(8, 3), loss_func=CrossEntropyLossFlat(), metrics=accuracy, path='.').to_tpu_distributed(2, processes=True, strict=True)
+            learn = Learner(dls, nn.Linear(8, 3), loss_func=CrossEntropyLossFlat(), metrics=accuracy, path='.').{attach}
             with learn.no_bar(), learn.no_logging():
                 learn.fit_one_cycle(2, 1e-2)
                 learn.validate()
                 print('steady')
                 try: learn.fit(1, cbs=Reads())
-                except Exception as e: print(e)""")
+                except Exception as e: print(e)""", CPU_NUM_DEVICES=n)
     assert out.startswith('steady') and 'Batch 2 of training read the device by `item`' in out
