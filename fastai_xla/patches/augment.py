@@ -107,10 +107,8 @@ def _floats(t, stock, name, x, **kwargs):
         if isinstance(a, TensorImage) and a.dtype==torch.uint8 and name=='encodes' and t.div: _divs[b] = b._version,t.div
     return res
 
-def div_of(
-    x, # Images
-):
-    "What `x`, whose values are bytes, was divided by; None if they are other numbers"
+def div_of(x):
+    "What the images `x`, whose values are bytes, was divided by; None if they are other numbers"
     version,div = _divs.get(x, (None,None))
     return div if version==x._version else None
 

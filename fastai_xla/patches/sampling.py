@@ -27,13 +27,8 @@ def _reflect(p, lo, hi):
 
 def _clip(p, hi): return torch.where(p<=0, 0., torch.where(p>=hi, float(hi), p))
 
-def source_pixel(
-    c, # Coordinates from -1 to 1
-    n:int, # Pixels of the side that they look at
-    padding_mode:str, # As for `grid_sample_xla`
-    align_corners:bool, # As for `grid_sample_xla`
-):
-    "Where among `n` pixels the coordinates `c` look, a fraction between two of them"
+def source_pixel(c, n, padding_mode, align_corners):
+    "Where among `n` pixels the coordinates `c`, from -1 to 1, look, a fraction between two of them; modes as for `grid_sample_xla`"
     p = (c+1)*((n-1)/2) if align_corners else (c+1)*(n/2)-0.5
     if padding_mode=='reflection': p = _reflect(p, 0, n-1) if align_corners else _reflect(p, -0.5, n-0.5)
     return p if padding_mode=='zeros' else _clip(p, n-1)
@@ -124,13 +119,8 @@ def grid_sample_xla(
     return res.to(x.dtype).permute(0,3,1,2)
 
 # %% ../../nbs/145_patches.sampling.ipynb #pixel-line
-def pixel_line(
-    n:int, # Pixels
-    align_corners:bool, # As for `grid_sample_xla`
-    device='cpu', # Of the result
-    i=None, # Which of the pixels; None: all in their order
-):
-    "The coordinates of `n` pixels, from -1 to 1, by torch's own formula"
+def pixel_line(n, align_corners, device='cpu', i=None):
+    "The coordinates of `n` pixels, or of those with the numbers `i`, from -1 to 1, by torch's own formula"
     i = torch.arange(n, device=device, dtype=torch.float32) if i is None else i.float()
     if n==1: return i
     step = np.float32(2)/np.float32(n-1)

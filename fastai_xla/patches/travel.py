@@ -37,10 +37,8 @@ def _load_state_dict(old, self, sd):
     for p,st in self.state.items():
         if on_accelerator(p): st.update({k: v.to(p.device) for k,v in st.items() if isinstance(v, torch.Tensor)})
 
-def move_slow_weights(
-    opt, # An optimizer
-):
-    "Have the slow weights of a `Lookahead` be where its parameters are"
+def move_slow_weights(opt):
+    "Have the slow weights of `opt`, if it is a `Lookahead`, be where its parameters are"
     if getattr(opt, 'slow_weights', None) is None: return
     opt.slow_weights = L(L(w.to(p.device) for w,p in zip(*o)) for o in zip(opt.slow_weights, opt.param_lists))
 

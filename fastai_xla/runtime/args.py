@@ -53,21 +53,13 @@ def check_int(name, v, at_least=None, at_most=None, none=False):
     return check_number(name, v, at_least, at_most, none=none, kind=Integral, must='a whole number')
 
 # %% ../../nbs/070_runtime.args.ipynb #kinds
-def check_bool(
-    name:str, # As for `wrong_arg`
-    v, # What came
-    none:bool=False, # May it be None?
-):
-    "`v`, if it is True or False"
+def check_bool(name, v, none=False):
+    "`v`, if it is True or False; arguments as for `check_type`"
     if isinstance(v, (bool, np.bool_)) or type(v) is int and v in (0, 1) or none and v is None: return v
     raise wrong_arg(name, _must('True or False', none), v)
 
-def check_choice(
-    name:str, # As for `wrong_arg`
-    v, # What came
-    choices, # What it can be
-):
-    "`v`, if it is one of `choices`"
+def check_choice(name, v, choices):
+    "`v`, if it is one of `choices`; arguments as for `check_type`"
     if any(type(o) is type(v) and o==v for o in choices): return v
     *some,last = map(repr, choices)
     raise wrong_arg(name, f"{', '.join(some)} or {last}", v, ValueError)

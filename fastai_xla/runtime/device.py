@@ -49,11 +49,8 @@ class XLAVersionMismatch(XLANotInstalled):
     "The installed torch and torch_xla do not fit each other"
 
 # %% ../../nbs/000_runtime.device.ipynb #platform
-def _platform_problem(
-    system:str, # `platform.system()`
-    machine:str, # `platform.machine()`
-):
-    "Why torch_xla cannot be installed on this kind of machine, or None"
+def _platform_problem(system, machine):
+    "Why torch_xla cannot be installed on this kind of machine, as `platform` calls it, or None"
     if (system,machine.lower()) in (('Linux','x86_64'), ('Linux','amd64')): return None
     return (f"torch_xla exists for Linux on x86-64 alone, and this is {system} on {machine}: use a TPU machine, Colab or Kaggle, "
         "or Linux on x86-64 in WSL 2, a container or a virtual machine")
@@ -63,13 +60,8 @@ def _on_torch_tpu(tpu_v):
     return (f"this needs PyTorch/XLA, and the stack of this environment is TorchTPU (torch_tpu {tpu_v}): `learn.to_tpu()` and "
         "`learn.to_tpu_distributed()` train on it; what else works there is in the guide, on the page about TorchTPU")
 
-def _pair_problem(
-    torch_v:str, # Version of torch
-    xla_v:str|None, # Version of torch_xla, None when it is missing
-    elsewhere:str|None=None, # `_platform_problem` of this machine
-    tpu_v:str|None=None, # Version of torch_tpu, None when it is missing
-):
-    "The error that this pair of versions deserves, or None"
+def _pair_problem(torch_v, xla_v, elsewhere=None, tpu_v=None):
+    "The error that this pair of versions deserves, or None; `elsewhere` is the `_platform_problem`, and a version is None when its package is missing"
     fits = _minor(torch_v) in _pairs
     if tpu_v and not (fits and xla_v and _minor(xla_v)==_minor(torch_v)): return XLANotInstalled(_on_torch_tpu(tpu_v))
     if xla_v is None and elsewhere: return XLANotInstalled(elsewhere)
@@ -210,10 +202,8 @@ mend_env()
 
 
 # %% ../../nbs/000_runtime.device.ipynb #holders
-def _holders(
-    pattern:str='/dev/accel*,/dev/vfio/[0-9]*' # Device files, as comma-separated globs
-):
-    "Ids of other processes that hold one of the files open, as far as this user may see"
+def _holders(pattern='/dev/accel*,/dev/vfio/[0-9]*'):
+    "Ids of other processes that hold one of the device files open, as far as this user may see"
     devs,pids = {o for p in pattern.split(',') for o in glob.glob(p)}, set()
     for fd in glob.glob('/proc/[0-9]*/fd/*'):
         try: held = os.readlink(fd) in devs
@@ -226,18 +216,12 @@ _busy = 'already in use', 'Device or resource busy', 'libtpu_lockfile'
 
 _no_chip = 'no TPU chip was found: set PJRT_DEVICE=CPU for virtual cores, and restart Python'
 
-def no_chip_error(
-    kind, # `device_kind()`
-):
+def no_chip_error(kind):
     "The error where a TPU's cores are to be used and there are none"
     return ValueError(f"PJRT_DEVICE={kind}, but {_no_chip}")
 
-def _start_remedy(
-    msg:str, # Text of the runtime's error
-    kind:str|None, # `device_kind()`
-    pids:list=() # Processes that hold the TPU
-):
-    "What a user can do about a runtime that did not start"
+def _start_remedy(msg, kind, pids=()):
+    "What a user can do about a runtime that did not start, by the text of its error; `pids` hold the TPU"
     if any(o in msg for o in _busy):
         who = f"process {', '.join(map(str, pids))}" if pids else "another process (a second notebook, or one that did not end)"
         return f"The TPU is held by {who}: shut that notebook down or stop the process, then restart this one"
@@ -317,12 +301,8 @@ def backend():
     raise ValueError(f"FASTAI_XLA_BACKEND is 'torch_xla', 'torch_tpu' or not set. Got {asked!r}.")
 
 # %% ../../nbs/000_runtime.device.ipynb #problem
-def _torch_tpu_problem(
-    tpu_v:str|None, # Version of torch_tpu, None when it is missing
-    torch_v:str, # Version of torch
-    device:str|None, # Type of torch's accelerator, None when there is none
-):
-    "Why TorchTPU cannot be used, in words; None if it can"
+def _torch_tpu_problem(tpu_v, torch_v, device):
+    "Why TorchTPU cannot be used, in words, or None; `tpu_v` is None when it is missing, and `device`, the type of torch's accelerator, when there is none"
     install = "pip install 'fastai_xla[torch_tpu]'"
     if tpu_v is None:
         return ("FASTAI_XLA_BACKEND is 'torch_tpu', but torch_tpu is not installed: "

@@ -94,9 +94,7 @@ def heed_parent():
     threading.Thread(target=_f, daemon=True).start()
 
 # %% ../../nbs/060_runtime.signals.ipynb #proc
-def proc_stat(
-    pid, # Of a process on this machine
-):
+def proc_stat(pid):
     "The words of Linux's `/proc/PID/stat` from the process's state on; None where there is no such file"
     try: return Path(f'/proc/{pid}/stat').read_text(errors='replace').rpartition(')')[2].split() or None
     except OSError: return None
