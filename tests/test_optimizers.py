@@ -3,34 +3,30 @@ import fastai.optimizer as fo, pytest
 from functools import wraps
 from synth import *
 from timm.optim import create_optimizer_v2
+from fastai_xla.train.optimizer import lend_step
+from fastai_xla.patches.registry import Loans
 
 def lookahead_adam(params, lr): return Lookahead(Adam(params, lr=lr), k=5)
 def torch_opt(opt, **kwargs): return partial(OptimWrapper, opt=opt, **kwargs)
 
 OPTS = dict(
     SGD          = SGD,
-    SGD_mom      = partial(SGD, mom=.9),
-    SGD_wd       = partial(SGD, mom=.9, wd=.1),
     SGD_l2       = partial(SGD, mom=.9, wd=.1, decouple_wd=False),
     RMSProp      = RMSProp,
     RMSProp_mom  = partial(RMSProp, mom=.9, wd=.1),
     Adam         = Adam,
-    Adam_l2      = partial(Adam, wd=.1, decouple_wd=False),
     RAdam        = RAdam,
     SAdam        = partial(RAdam, beta=50.),
     QHAdam       = QHAdam,
     Larc         = Larc,
     Lars         = partial(Larc, clip=False, wd=.1),
-    Lamb         = Lamb,
-    Lamb_wd      = partial(Lamb, wd=.1),
+    Lamb         = partial(Lamb, wd=.1),
     ranger       = ranger,
     lookahead    = lookahead_adam,
     torch_SGD    = torch_opt(torch.optim.SGD, momentum=.9, weight_decay=.1),
-    torch_Adam   = torch_opt(torch.optim.Adam),
-    torch_AdamW  = torch_opt(torch.optim.AdamW),
-    torch_RMSprop= torch_opt(torch.optim.RMSprop, momentum=.9),
-    torch_NAdam  = torch_opt(torch.optim.NAdam))
-SOME = ['Adam','ranger','torch_AdamW', *(pytest.param(o, marks=pytest.mark.slow) for o in 'SGD_mom Larc torch_SGD torch_NAdam'.split())]
+    torch_SGD_plain = torch_opt(torch.optim.SGD),
+    torch_Adam   = torch_opt(torch.optim.Adam, weight_decay=.1),
+    torch_AdamW  = torch_opt(torch.optim.AdamW))
 
 class Where(Callback):
     "Where the optimizer's tensors were after each step"
@@ -58,36 +54,17 @@ def test_twelve_steps(opt):
     for learn in (plain,tpu): learn.fit(1, 1e-2)
     same(plain, tpu)
 
-@pytest.mark.parametrize('opt', SOME)
-def test_attach_a_fitted_learner(opt):
-    "State that was made on the CPU goes to the device and is used there"
+@pytest.mark.parametrize('opt', ['Adam','ranger','torch_AdamW'])
+def test_attached_saved_and_frozen(opt, tmp_path):
+    "State that was made on the CPU is used on the device, comes back from a file, and stays where layers are frozen"
+    weight = lambda learn: learn.model[0].weight.detach().cpu().clone()
     def f(learn, attach=noop):
         learn.fit(1, 1e-2)
         attach(learn)
         learn.fit(1, 1e-2)
-        return learn
-    plain,tpu = f(twin(opt_func=OPTS[opt])),f(twin(opt_func=OPTS[opt]), Learner.to_tpu)
-    on_device(tpu)
-    same(plain, tpu)
-
-@pytest.mark.parametrize('opt', SOME)
-def test_optimizer_state_in_a_file(opt, tmp_path):
-    def f(learn):
-        learn.fit(1, 1e-2)
         file = learn.save('half')
         learn.fit(1, 1e-1)
         learn.load('half')
-        learn.fit(1, 1e-2)
-        return file
-    plain,tpu,want,got = both(f, opt_func=OPTS[opt], path=tmp_path)
-    assert_no_xla(got)
-    on_device(tpu)
-    same(plain, tpu)
-
-@pytest.mark.parametrize('opt', SOME)
-def test_discriminative_lrs_and_frozen_groups(opt):
-    weight = lambda learn: learn.model[0].weight.detach().cpu().clone()
-    def f(learn):
         start = weight(learn)
         learn.freeze()
         learn.fit(1, slice(1e-2))
@@ -97,10 +74,11 @@ def test_discriminative_lrs_and_frozen_groups(opt):
         assert not torch.equal(start, weight(learn))
         learn.freeze()
         learn.fit(1, slice(1e-3, 1e-1))         # fastai decays frozen weights whose gradient is zero, not None
-        return [h['lr'] for h in learn.opt.hypers], weight(learn)
-    plain,tpu,want,got = both(f, opt_func=OPTS[opt])
-    assert got[0]==want[0] and len(got[0])==2 and got[0][1]==pytest.approx(100*got[0][0])
-    close(want, got)
+        return learn,file,[h['lr'] for h in learn.opt.hypers]
+    (plain,_,want),(tpu,file,got) = f(twin(opt_func=OPTS[opt], path=tmp_path/'a')),f(twin(opt_func=OPTS[opt], path=tmp_path/'b'), Learner.to_tpu)
+    assert got==want and len(got)==2 and got[1]==pytest.approx(100*got[0])
+    assert_no_xla(file)
+    on_device(tpu)
     same(plain, tpu)
 
 def test_clear_state_and_reset_opt():
@@ -154,6 +132,27 @@ def test_a_schedule_of_every_hyper():
     same(plain, tpu)
     close(plain.recorder.hps, tpu.recorder.hps)
 
+@pytest.mark.parametrize('dtype', [torch.float64,torch.bfloat16])
+def test_types(dtype):
+    def f(dev):
+        p = nn.Parameter(torch.linspace(-1, 1, 8).to(dev, dtype))
+        opt = Adam([p], lr=.01)
+        with Loans() as loans:
+            if dev!='cpu': lend_step(opt, loans) # as the trainer does
+            for i in range(10):
+                p.grad = (p.detach()*(i+1)).cos()
+                opt.step()
+        return p.detach().cpu(),opt.state[p]['sqr_avg'].cpu()
+    tol = 1e-9 if dtype is torch.float64 else 3e-2
+    close(f('cpu'), f(DEVICE), rtol=tol, atol=tol)
+
+def test_a_stepper_around_fastais():
+    "One that only looks like fastai's runs itself"
+    @wraps(fo.sgd_step)
+    def half(p, lr, **kwargs): fo.sgd_step(p, lr/2)
+    plain,tpu,*_ = both(lambda l: l.fit(1, 1e-2), opt_func=lambda ps, **kw: Optimizer(ps, [half], lr=1e-2))
+    same(plain, tpu)
+
 # ---- steps that are replayed
 
 class Changes(Callback):
@@ -165,10 +164,10 @@ class Changes(Callback):
 
 def two_epochs(learn): learn.fit(2, 1e-2)
 
-def replayed(train=two_epochs, mk=mlp_learner, cbs=lambda: None, **kwargs):
+def replayed(train=two_epochs, cbs=lambda: None, **kwargs):
     "The Learner whose steps are replayed where they can, after it is seen to be that whose steps are all traced"
     def go(replay):
-        learn = twin(mk, n_trn=160, cbs=cbs(), **kwargs).to_tpu(replay=replay)
+        learn = twin(n_trn=160, cbs=cbs(), **kwargs).to_tpu(replay=replay)
         with learn.no_bar(),learn.no_logging(): train(learn)
         return learn
     traced,learn = go(False),go(True)
@@ -190,27 +189,16 @@ def regroup(opt):
     opt.param_lists = L(L(a), L(*more, *b))
     opt.set_hyper('lr', [1e-3,3e-2])
 
-def swap_groups(opt):
-    opt.param_lists = L(*opt.param_lists[::-1])
-    opt.set_hyper('lr', [1e-3,3e-2])
-
 def other_steppers(opt): opt.cbs = L(fo.weight_decay, fo.sgd_step) if fo.momentum_step in opt.cbs else L(fo.weight_decay, fo.average_grad, fo.momentum_step)
 
 CHANGES = dict( # the optimizer, what is done to it, and how many of 40 steps are run again at least
     beta           = (partial(RAdam, beta=0.), lambda o: o.set_hyper('beta', 5.-o.hypers[0]['beta']), 28),
     do_wd          = (partial(Adam, wd=.5), set_decay, 28),
-    hyper_do_wd    = (partial(Adam, wd=.5), lambda o: o.set_hyper('do_wd', False), 6),
     steppers       = (partial(SGD, mom=.9, wd=.1), other_steppers, 28),
     groups         = (partial(Adam, wd=.5), regroup, 28),
-    groups_swapped = (partial(Adam, wd=.5), swap_groups, 28),
-    clear_state    = (Adam, lambda o: o.clear_state(), 28),
-    freeze         = (Adam, lambda o: o.freeze_to(1-o.frozen_idx), 26),
     lookahead      = (lookahead_adam, lambda o: setattr(o, 'alpha', .9-o.alpha), 18),
-    inner_beta     = (lambda ps, lr: Lookahead(RAdam(ps, lr=lr, beta=0.), k=3), lambda o: o.set_hyper('beta', 5.-o.hypers[0]['beta']), 20),
     momentum       = (torch_opt(torch.optim.SGD, momentum=.9), set_all('momentum', 0), 24),
-    decay          = (torch_opt(torch.optim.SGD, momentum=.9), set_all('weight_decay', .1), 36),
     maximize       = (torch_opt(torch.optim.AdamW), set_all('maximize', True), 6),
-    nesterov       = (torch_opt(torch.optim.SGD, momentum=.9), set_all('nesterov', True), 6),
     torch_state    = (torch_opt(torch.optim.AdamW), lambda o: o.clear_state(), 28))
 
 @pytest.mark.parametrize('name', CHANGES)
@@ -218,24 +206,16 @@ def test_changed_between_steps(name):
     "What of an optimizer decides about the program of a step is seen to change"
     opt,f,n = CHANGES[name]
     replay = replayed(opt_func=opt, cbs=lambda: Changes(f)).replay
-    assert n<=replay.n_replayed<=(38 if name=='decay' else 36), replay
+    assert n<=replay.n_replayed<=36, replay
 
-def by_timm(name): return torch_opt(partial(create_optimizer_v2, opt=name))
+COUNTING = dict(RMSprop=partial(torch.optim.RMSprop, momentum=.9), RAdam=torch.optim.RAdam, **{k: partial(create_optimizer_v2, opt=k) for k in ('lamb','lion')})
 
-COUNTING = dict( # they count steps on the host, so their numbers are others in each
-    NAdam=torch_opt(torch.optim.NAdam), RAdam=torch_opt(torch.optim.RAdam), Adamax=torch_opt(torch.optim.Adamax),
-    **{k: by_timm(k) for k in 'lamb lion nadamw adopt laprop'.split()})
-
-@pytest.mark.parametrize('name', [o if o in ('RAdam','lamb','lion') else pytest.param(o, marks=pytest.mark.slow) for o in COUNTING])
+@pytest.mark.parametrize('name', COUNTING)
 def test_numbers_of_others_optimizers(name):
     "Are inputs of the step's program: all but the first steps are replayed, with groups of two learning rates and a schedule, and all equal plain fastai"
-    plain,tpu,*_ = both(lambda l: l.fit_one_cycle(2, slice(1e-3, 1e-2)), n_trn=160, opt_func=COUNTING[name])
+    plain,tpu,*_ = both(lambda l: l.fit_one_cycle(2, slice(1e-3, 1e-2)), n_trn=160, opt_func=torch_opt(COUNTING[name]))
     same(plain, tpu)
     assert tpu.replay.n_replayed>=30, tpu.replay
-
-def test_beta_of_a_schedule():
-    learn = replayed(opt_func=partial(RAdam, beta=0.), cbs=lambda: ParamScheduler({'beta': lambda p: 0. if p<.3 else 5.}))
-    assert learn.replay.n_replayed>=30, learn.replay
 
 class Counts:
     "Calls `f` nine times of ten, and counts"
@@ -243,13 +223,6 @@ class Counts:
     def __call__(self, *args, **kwargs):
         self.n += 1
         if self.n%10: return self.f(*args, **kwargs)
-
-class Own(Optimizer):
-    "Has a `zero_grad` of its own"
-    n = 0
-    def zero_grad(self):
-        self.n += 1
-        if self.n%10: super().zero_grad()
 
 def sgd_by_hand(opt):
     def step(closure=None):
@@ -275,16 +248,10 @@ def within_fit(name):
 
 OWN = dict( # the optimizer, how it trains, how often the own method is called
     step              = (SGD, with_own('step', sgd_by_hand), 20),
-    step_around       = (SGD, with_own('step'), 20),
     step_within       = (SGD, within_fit('step'), 32),
-    torch_step        = (torch_opt(torch.optim.SGD), with_own('step'), 20),
-    torch_step_within = (torch_opt(torch.optim.SGD), within_fit('step'), 32),
     torch_inner       = (torch_opt(torch.optim.SGD), with_own('step', owner=lambda o: o.opt), 20),
     lookahead         = (lookahead_adam, with_own('step'), 20),
-    lookahead_within  = (lookahead_adam, within_fit('step'), 32),
-    zeros             = (SGD, with_own('zero_grad'), 20),
     zeros_within      = (SGD, within_fit('zero_grad'), 32),
-    torch_zeros       = (torch_opt(torch.optim.SGD), with_own('zero_grad'), 20),
     torch_zeros_inner = (torch_opt(torch.optim.SGD), with_own('zero_grad', owner=lambda o: o.opt), 20))
 
 @pytest.mark.parametrize('name', OWN)
@@ -294,17 +261,22 @@ def test_methods_that_are_replaced(name):
     learn = replayed(train, opt_func=opt)
     assert learn.n==n and learn.replay.n_replayed>=25, (learn.n, learn.replay)
 
-def test_a_class_with_zero_grad():
-    learn = replayed(opt_func=lambda ps, **kw: Own(ps, [fo.sgd_step], lr=1e-2))
-    assert learn.opt.n==40 and learn.replay.n_replayed>=30, learn.replay
+def test_hooks_of_a_torch_optimizer_run():
+    seen = []
+    def opt(ps, **kw):
+        res = OptimWrapper(ps, torch.optim.Adam, **kw)
+        res.opt.register_step_post_hook(lambda *args: seen.append(1))
+        return res
+    twin(opt_func=opt).to_tpu().fit(1, 1e-2)
+    assert len(seen)==6
 
 def test_a_class_with_all_params():
     "Parameters that an optimizer leaves out stay as they are"
     class Fewer(Optimizer):
         def all_params(self, n=slice(None), with_grad=False): return super().all_params(n, with_grad)[1:]
-    learn = replayed(opt_func=lambda ps, **kw: Fewer(ps, [fo.sgd_step], lr=1e-2))
-    assert learn.replay.n_replayed>=30, learn.replay
-    same(*both(lambda l: l.fit(2, 1e-2), opt_func=lambda ps, **kw: Fewer(ps, [fo.sgd_step], lr=1e-2))[:2])
+    plain,tpu,*_ = both(lambda l: l.fit(2, 1e-2), n_trn=160, opt_func=lambda ps, **kw: Fewer(ps, [fo.sgd_step], lr=1e-2))
+    same(plain, tpu)
+    assert tpu.replay.n_replayed>=30, tpu.replay
 
 @pytest.mark.parametrize('name', ['step','zero_grad'])
 def test_fastai_is_patched(name, monkeypatch):
@@ -317,13 +289,6 @@ def test_fastai_is_patched(name, monkeypatch):
     monkeypatch.setattr(Optimizer, name, own)
     learn = replayed(opt_func=SGD)
     assert n==[80] and learn.replay.n_replayed>=30, (n, learn.replay)
-
-def test_a_stepper_around_fastais():
-    "One that only looks like fastai's runs itself"
-    @wraps(fo.sgd_step)
-    def half(p, lr, **kwargs): fo.sgd_step(p, lr/2)
-    plain,tpu,*_ = both(lambda l: l.fit(1, 1e-2), opt_func=lambda ps, **kw: Optimizer(ps, [half], lr=1e-2))
-    same(plain, tpu)
 
 def test_masked_steps_after_others():
     "Their numbers depend on those that were left out"

@@ -1,56 +1,53 @@
 "Replayed steps equal traced ones to the last bit, and all Python of a step runs, whatever it does; what is in no known list has a step traced."
-import itertools, random, re, signal, tempfile, threading
-from collections import OrderedDict
-from contextlib import ExitStack
+import itertools, random, re, signal, sys, threading
+from contextlib import ExitStack, suppress
 from copy import deepcopy
-import pytest, torch.utils.checkpoint as torch_ckpt
+from functools import partialmethod
+import pytest
 from synth import *
 from fastai.callback.fp16 import AMPMode, MixedPrecision
-from fastai.callback.mixup import CutMix, MixUp
+from fastai.callback.mixup import CutMix
 from fastai.callback.rnn import RNNCallback, RNNRegularizer
 from fastai.callback.schedule import *
-from fastai.callback.training import GradientAccumulation, GradientClip
-from fresh import repo, run, run_ok
+from fastai.callback.training import GradientAccumulation
+from fresh import repo, run_ok
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from traced import is_close, is_same, trace_all
+from torch.utils.checkpoint import checkpoint
+from traced import is_same, trace_all
 from fastai_xla.runtime.device import torch_xla
-from fastai_xla.runtime.transfer import send
 from fastai_xla.train.program import StepTracer
+sys.path.append(str(repo/'benchmarks'))
+from replay_idioms import compare, IDIOMS
 
 def eq(a, b): assert is_same(a, b), f"{a}\n!=\n{b}"
 
 def mlp(mid=nn.ReLU): return nn.Sequential(nn.Linear(8, 16), mid(), nn.Linear(16, 3))
 def net(): return nn.Sequential(nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(.3), nn.Linear(16, 3))
 
-def learner(model=net, n=80, n_last=0, n_valid=20, loss_func=None, cls=Learner, dl=DataLoader, train_metrics=False, **kwargs):
+def learner(model=net, n=80, n_valid=20, cls=Learner, **kwargs):
     "Ten batches of 8 to train"
     set_seed(3)
-    dls = DataLoaders(dl(vectors(n+n_last), bs=8, shuffle=True, num_workers=0), dl(vectors(n_valid, seed=1), bs=8, num_workers=0))
-    learn = cls(dls, model(), **{'loss_func': loss_func or CrossEntropyLossFlat(), 'metrics': accuracy, **kwargs})
-    learn.recorder.train_metrics = train_metrics
-    return learn
+    dls = DataLoaders(DataLoader(vectors(n), bs=8, shuffle=True, num_workers=0), DataLoader(vectors(n_valid, seed=1), bs=8, num_workers=0))
+    return cls(dls, model(), **{'loss_func': CrossEntropyLossFlat(), 'metrics': accuracy, **kwargs})
 
 def one_cycle(learn): learn.fit_one_cycle(2, 1e-2)
 
-def outcome(learn, replay, train=one_cycle, look=lambda l: None, programs=False, **kwargs):
-    "Train, and return what came of it: losses, values, weights, optimizer state and what `look` sees"
-    learn.to_tpu(replay=replay, **kwargs)
-    if programs: trace_all(learn)
+def quiet(learn, train=one_cycle):
     with learn.no_bar(),learn.no_logging(): train(learn)
+
+def outcome(learn, train=one_cycle, look=lambda l: None):
+    "Train, and return what came of it: losses, values, weights, optimizer state and what `look` sees"
+    quiet(learn, train)
     states = [{k: to_host(v) for k,v in p[2].items()} for p in learn.opt.all_params()]
     return [float(o) for o in learn.recorder.losses], [list(o) for o in learn.recorder.values], to_host(dict(learn.model.state_dict())), states, to_host(look(learn))
 
-def both(make, train=one_cycle, look=lambda l: None, **kwargs):
-    "The Learner whose steps may be replayed; its outcome is that of one whose steps are all traced"
-    want = outcome(make(), False, train, look, **kwargs)
-    learn = make()
-    got = outcome(learn, True, train, look, **kwargs)
-    if learn._grab_cbs(GradientAccumulation):
-        assert is_close(want[:2], got[:2])
-        want = outcome(make(), True, train, look, programs=True, **kwargs)
-    for w,g in zip(want, got): eq(w, g)
+def both(make, replay=True, **kwargs):
+    "The Learner whose steps may be replayed; its outcome is that of one that traces each step, into the same programs or, without `replay`, as torch_xla does"
+    want = outcome(trace_all(make().to_tpu()) if replay else make().to_tpu(replay=False), **kwargs)
+    learn = make().to_tpu(fetch_every=1e9)
+    for w,g in zip(want, outcome(learn, **kwargs)): eq(w, g)
     return learn
 
 def check(make, least=14, **kwargs):
@@ -59,76 +56,83 @@ def check(make, least=14, **kwargs):
     assert learn.replay.n_replayed>=least, learn.replay
     return learn
 
-def torch_opt(f, **kw): return partial(OptimWrapper, opt=partial(f, **kw))
+# ---- what users write
 
-@pytest.mark.parametrize('kwargs', [dict(), dict(opt_func=partial(SGD, mom=.9)), dict(opt_func=torch_opt(torch.optim.AdamW)), dict(opt_func=RAdam), dict(opt_func=Larc), dict(opt_func=ranger),
-    dict(cbs=GradientClip(.1)), dict(cbs=MixedPrecision()), dict(train_metrics=True), dict(n_last=3), dict(cbs=NaNGuard('skip')), dict(cbs=NormMeter())],
-    ids='adam sgd adamw radam larc ranger clip bf16 train_metrics smaller_last skip_nan norms'.split())
-def test_replays(kwargs): check(lambda: learner(**kwargs), 11 if kwargs.get('opt_func') is ranger else 14)
+SOON = 'layer_drop loss_of_the_progress smaller_last_batch parts_checkpointed'.split()
+TRACED = 'statistics','parts_checkpointed_by_torch_xla'
 
-@pytest.mark.parametrize('cbs', [lambda: [GradientAccumulation(24), GradientClip(.1)], lambda: [GradientAccumulation(24), EMACallback(.9)]], ids=['clip','ema'])
-def test_accumulates(cbs):
-    "A batch that begins a sum of gradients, one that adds to it, and one that steps are three programs; what is left over waits for the next fit"
-    def grads(learn): return [None if p.grad is None else to_host(p.grad) for p in learn.model.parameters()]
-    check(lambda: learner(cbs=cbs(), n=160), 24, look=grads)
+@pytest.mark.parametrize('name', [o if o in SOON else pytest.param(o, marks=pytest.mark.slow) for o in IDIOMS])
+def test_idioms(name):
+    same,share,said = compare('tpu', name)
+    assert same=='the same' and (share>=.5)==(name not in TRACED), said
 
-@pytest.mark.parametrize('cb', [MixUp, CutMix])
-def test_mixes(cb):
-    def make():
-        set_seed(3)
-        return Learner(image_dls(n_trn=48), cnn(), loss_func=CrossEntropyLossFlat(), cbs=cb())
-    check(make, 10)
+def cutmix():
+    set_seed(3)
+    return Learner(image_dls(n_trn=48), cnn(), loss_func=CrossEntropyLossFlat(), cbs=CutMix())
 
-def test_text():
+def text():
     "The hidden state of an LSTM goes on from step to step"
     from fastai.text.all import AWD_LSTM, awd_lstm_lm_config, BaseTokenizer, ColReader, language_model_learner, TextBlock
-    def make():
-        set_seed(0)
-        rng = np.random.default_rng(0)
-        df = pd.DataFrame(dict(text=[' '.join(rng.choice(list('abcdefghij'), 80)) for _ in range(24)], is_valid=[i>=20 for i in range(24)]))
-        block = DataBlock(TextBlock.from_df('text', is_lm=True, seq_len=8, tok=BaseTokenizer()), get_x=ColReader('text'), splitter=ColSplitter())
-        dls = block.dataloaders(df, bs=4, seq_len=8)
-        return language_model_learner(dls, AWD_LSTM, config={**awd_lstm_lm_config, 'emb_sz': 8, 'n_hid': 8, 'n_layers': 1}, pretrained=False)
-    check(make, 50)
+    set_seed(0)
+    rng = np.random.default_rng(0)
+    df = pd.DataFrame(dict(text=[' '.join(rng.choice(list('abcdefghij'), 80)) for _ in range(24)], is_valid=[i>=20 for i in range(24)]))
+    block = DataBlock(TextBlock.from_df('text', is_lm=True, seq_len=8, tok=BaseTokenizer()), get_x=ColReader('text'), splitter=ColSplitter())
+    return language_model_learner(block.dataloaders(df, bs=4, seq_len=8), AWD_LSTM, config={**awd_lstm_lm_config, 'emb_sz': 8, 'n_hid': 8, 'n_layers': 1}, pretrained=False)
 
-def test_freeze_unfreeze_and_lr_find():
-    def train(learn):
-        learn.fine_tune(2, 1e-2)
-        learn.lr_find(num_it=30, show_plot=False)
-        learn.fit(1, 1e-3)
-    check(lambda: learner(splitter=two_groups), 40, train=train)
+def accumulates(): return learner(cbs=[GradientAccumulation(24), EMACallback(.9)], n=160)
+def grads(learn): return [None if p.grad is None else to_host(p.grad) for p in learn.model.parameters()]
+
+def tune_and_find(learn):
+    learn.fine_tune(2, 1e-2)
+    learn.lr_find(num_it=30, show_plot=False)
+    learn.fit(1, 1e-3)
+
+class ValidatesAverage(Callback):
+    "Validates with an average of the weights, as is often written by hand"
+    def before_fit(self): self.ema = [p.detach().clone() for p in self.model.parameters()]
+    @torch.no_grad()
+    def after_train(self):
+        for e,p in zip(self.ema, self.model.parameters()): e.lerp_(p, .5)
+    @torch.no_grad()
+    def _set(self, ts):
+        for t,p in zip(ts, self.model.parameters()): p.copy_(t)
+    def before_validate(self):
+        self.own = [p.detach().clone() for p in self.model.parameters()]
+        self._set(self.ema)
+    def after_validate(self): self._set(self.own)
+
+trainings = dict(adam=(learner, 14, dict(replay=False)), accumulates=(accumulates, 24, dict(look=grads)), cutmix=(cutmix, 10, {}), text=(text, 50, {}),
+    tuned=(lambda: learner(splitter=two_groups), 40, dict(train=tune_and_find)), average=(lambda: learner(cbs=ValidatesAverage(), n_valid=40), 30, dict(train=lambda l: l.fit(4, 1e-2))))
+
+@pytest.mark.parametrize('name', [pytest.param(o, marks=pytest.mark.slow) if o in ('text','average') else o for o in trainings])
+def test_trainings(name):
+    make,least,kwargs = trainings[name]
+    learn = check(make, least, **kwargs)
+    assert name!='average' or learn.replay.valid.n_replayed>=10
 
 # ---- what it costs
 
 class Costs(Callback):
-    "What each batch of training, or of validation, costs"
+    "What each batch costs, by whether it is of the training"
     order = 200
-    def __init__(self, training=True): self.of = training
-    def before_fit(self): self.seen,self.at = [],xla_counts()
+    def before_fit(self): self.seen,self.at = {True: [], False: []},xla_counts()
     def before_train(self): self.at = xla_counts()
     before_validate = before_train
     def after_batch(self):
         now = xla_counts()
-        if self.training==self.of: self.seen.append(now-self.at)
+        self.seen[self.training].append(now-self.at)
         self.at = now
 
-@pytest.mark.parametrize('training', [True, False])
-def test_a_batch_costs_one_execution(training):
-    "No compilation, no read, and one program for a batch, with callbacks that compute within it"
+def test_a_batch_costs_one_execution():
+    "No compilation, no read, and one program for a batch, with callbacks that compute within it; so `strict` raises nothing"
     class Noise(Callback):
         def before_batch(self): self.learn.xb = (self.x+.1*torch.randn_like(self.x),)
         def after_pred(self): self.spread = self.pred.std()
-    learn = learner(n=160, n_valid=160, cbs=[Noise(), costs := Costs(training)]).to_tpu(fetch_every=1e9)
-    with learn.no_bar(),learn.no_logging(): learn.fit(2, 1e-2)
-    got = costs.seen[4:20]
-    eq([sum(getattr(o, k) for o in got) for k in ('compiles','reads')], [0,0])
-    assert abs(sum(o.executions for o in got)-16)<=1 # the device may lag behind
-
-def test_strict():
-    "Neither reads nor compiles, so nothing is raised"
-    learn = learner().to_tpu(strict=True)
-    with learn.no_bar(),learn.no_logging(): learn.fit(2, 1e-2)
-    assert learn.replay.n_replayed>=17, learn.replay
+    learn = learner(n=160, n_valid=160, cbs=[Noise(), costs := Costs()]).to_tpu(fetch_every=1e9, strict=True)
+    quiet(learn, lambda l: l.fit(2, 1e-2))
+    for got in (o[4:20] for o in costs.seen.values()):
+        eq([sum(getattr(o, k) for o in got) for k in ('compiles','reads')], [0,0])
+        assert abs(sum(o.executions for o in got)-16)<=1 # the device may lag behind
 
 def test_a_step_writes_in_place(monkeypatch):
     "The memory of the state becomes that of the new state; so who keeps a `detach()` of a weight has steps traced, and it follows"
@@ -141,23 +145,6 @@ def test_a_step_writes_in_place(monkeypatch):
     monkeypatch.setattr(StepTracer, 'has_others', lambda *args: False) # nobody looks
     with pytest.raises(RuntimeError): both(lambda: learner(cbs=Keep())).keep.old[0].cpu()
 
-def test_what_a_program_takes_is_kept_until_it_has_run(monkeypatch):
-    "Who frees it earlier waits for the device with the interpreter's lock, and the thread that makes batches stands still"
-    kept,stock,wait = [],StepTracer._execute,StepTracer.wait
-    def noted(self, program, ins, targets):
-        before,res = self.made,stock(self, program, ins, targets)
-        kept.append((self.used is ins, self.old is before))
-        return res
-    def waited(self):
-        wait(self)
-        kept.append(self.used==())
-    learn = learner(n=160).to_tpu()
-    class After(Callback):
-        def before_batch(self):
-            if self.train_iter==5: monkeypatch.setattr(StepTracer, '_execute', noted); monkeypatch.setattr(StepTracer, 'wait', waited)
-    with learn.no_bar(),learn.no_logging(): learn.fit(1, 1e-2, cbs=After())
-    assert len(kept)>15 and all(o is True or o==(True,True) for o in kept), kept
-
 # ---- all Python runs
 
 class Counts(nn.Module):
@@ -169,18 +156,11 @@ class Counts(nn.Module):
         if self.n%5==0: print(end='')
         return self.net(x)*(1+self.n//8)*(1+self.draws[-1])
 
-class Depth(nn.Module):
-    "One of two ways"
-    def __init__(self): super().__init__(); self.a,self.b,self.ways = nn.Linear(8, 8),nn.Linear(8, 3),[]
-    def forward(self, x):
-        self.ways.append(random.random()<.5)
-        return self.b(x+self.a(x) if self.ways[-1] else x)
-
 class OwnLearner(Learner):
     n = 0
     def _backward(self):
         self.n += 1
-        (self.loss_grad*(1+self.n//10)).backward()
+        torch.autograd.backward(self.loss_grad*(1+self.n//10))
     def _step(self):
         if self.n%3: self.opt.step()
 
@@ -195,14 +175,7 @@ class Every(Callback):
     def before_fit(self): self.seen = []
     def note(self, e):
         if self.training: self.seen.append((e, tuple(self.pred.shape) if e!='before_batch' else None, e!='after_backward' or all(p.grad is not None for p in self.model.parameters())))
-    def before_batch(self): self.note('before_batch')
-    def after_pred(self): self.note('after_pred')
-    def after_loss(self): self.note('after_loss')
-    def before_backward(self): self.note('before_backward')
-    def after_backward(self): self.note('after_backward')
-    def before_step(self): self.note('before_step')
-    def after_step(self): self.note('after_step')
-    def after_batch(self): self.note('after_batch')
+for e in 'before_batch after_pred after_loss before_backward after_backward before_step after_step after_batch'.split(): setattr(Every, e, partialmethod(Every.note, e))
 
 class Hooks(Callback):
     "Forward hooks that count, and scale later"
@@ -211,46 +184,21 @@ class Hooks(Callback):
     def hook(self, m, i, o): self.n += 1; return o*(1+self.n//10)
     def after_train(self): self.h.remove()
 
-class EditGrads(Callback):
-    def before_step(self):
-        for p in self.model.parameters(): p.grad.mul_(1 if self.train_iter<5 else .1)
-class Clamps(Callback):
-    @torch.no_grad()
-    def after_step(self):
-        for p in self.model.parameters(): p.clamp_(-.2, .2)
-class Freezes(Callback):
-    def before_batch(self):
-        if self.training and self.train_iter==6: self.model[0].requires_grad_(False)
-class Swaps(Callback):
-    def before_batch(self):
-        if self.training and self.train_iter==6: self.model[1] = nn.Tanh()
-
-def by_learner(f):
-    "A loss that looks at its Learner"
-    def make():
-        l = learner(mlp)
-        l.loss_func = lambda p,y: F.cross_entropy(p*f(l), y)
-        return l
-    return make
+class Penalty(Callback):
+    def after_loss(self):
+        if self.training:
+            g, = torch.autograd.grad(self.learn.loss_grad, [self.model[0].weight], create_graph=True)
+            self.learn.loss_grad = self.learn.loss_grad+g.square().sum()
 
 def seen(k): return lambda l: getattr(next(o for o in (*l.cbs, l, l.model) if k in {**vars(type(o)), **vars(o)}), k)
 
-python = dict(counts=(lambda: learner(Counts), seen('draws'), 8), ways=(lambda: learner(Depth), seen('ways'), 8), own_learner=(lambda: learner(mlp, cls=OwnLearner), seen('n'), 8),
-    own_call=(lambda: learner(mlp, cbs=OwnCall()), seen('n'), 8), events=(lambda: learner(cbs=Every()), seen('seen'), 14), hooks=(lambda: learner(mlp, cbs=Hooks()), seen('n'), 8),
-    edits=(lambda: learner(cbs=EditGrads()), None, 8), clamps=(lambda: learner(cbs=Clamps()), None, 14), freezes=(lambda: learner(mlp, cbs=Freezes()), None, 12), swaps=(lambda: learner(mlp, cbs=Swaps()), None, 12),
-    epoch=(by_learner(lambda l: 1+l.epoch), None, 10), progress=(by_learner(lambda l: 1+l.pct_train), None, 12), steps=(by_learner(lambda l: 1+next(iter(l.opt.state.values()), {}).get('step', 0)//9), None, 10))
+python = dict(counts=(lambda: learner(Counts), 'draws', 8), own_learner=(lambda: learner(mlp, cls=OwnLearner), 'n', 8), own_call=(lambda: learner(mlp, cbs=OwnCall()), 'n', 8),
+    events=(lambda: learner(cbs=Every()), 'seen', 14), hooks=(lambda: learner(mlp, cbs=Hooks()), 'n', 8), penalty=(lambda: learner(partial(mlp, nn.Tanh), cbs=Penalty()), 'n_iter', 14))
 
 @pytest.mark.parametrize('name', python)
 def test_python_runs(name):
-    make,look,least = python[name]
-    check(make, least, look=look or (lambda l: None))
-
-def test_numbers_that_vary_are_inputs():
-    "Not constants: nothing is compiled for them, and nothing is read"
-    learn = by_learner(lambda l: 1+l.pct_train)().to_tpu(fetch_every=1e9)
-    learn.add_cb(costs := Costs())
-    with learn.no_bar(),learn.no_logging(): learn.fit(3, 1e-2)
-    assert learn.replay.n_replayed>=24 and sum(o.compiles+o.reads for o in costs.seen[5:])==0, (learn.replay, [o.compiles for o in costs.seen])
+    make,k,least = python[name]
+    check(make, least, look=seen(k))
 
 class Numbers(nn.Module):
     "Each kind of arithmetic with a number that is another in each step: within autograd, in 16 bits, and in place"
@@ -268,17 +216,13 @@ class Numbers(nn.Module):
             more += h.lerp(a, 1/k)+d**k+d.pow(k)+h.clamp(-1/k, k)+torch.clamp(h, min=-.1*k)+h.clamp(max=.1*k)
         return self.net[2](h+.1*more+b.mean())
 
-def test_all_arithmetic_takes_numbers_that_vary(): check(lambda: learner(Numbers), 14)
+def test_numbers_that_vary_are_inputs():
+    "Not constants: nothing is compiled for them, and nothing is read"
+    learn = check(lambda: learner(Numbers, cbs=Costs()), replay=False)
+    assert sum(o.compiles+o.reads for o in learn.costs.seen[True][6:])==0, [o.compiles for o in learn.costs.seen[True]]
 
 # ---- tensors that are kept
 
-class Shifts(nn.Module):
-    "The batch before the last"
-    def __init__(self): super().__init__(); self.net,self.last,self.before = mlp(),None,None
-    def forward(self, x):
-        if self.before is not None: x = x+.1*self.before
-        self.before,self.last = self.last,x.detach().mean(0)
-        return self.net(x)
 class SwapsBuffers(nn.Module):
     def __init__(self): super().__init__(); self.net = mlp(); self.register_buffer('a', torch.zeros(8)); self.register_buffer('b', torch.ones(8))
     def forward(self, x):
@@ -292,29 +236,29 @@ class View(nn.Module):
         out = self.net(x+self.row)
         with torch.no_grad(): self.bank.mul_(.9).add_(x.mean(0)*.1)
         return out
-class Reassigns(nn.Module):
-    "Its buffer is another tensor after each step, and a dict and a list outside of it have what it computes"
+class Keeps(nn.Module):
+    "Keeps weights, a buffer that is another tensor after each step, and results in a dict and a list outside of it"
     kept = {'all': []}
-    def __init__(self): super().__init__(); self.net = mlp(); self.register_buffer('mean', torch.zeros(8)); Reassigns.kept.clear()
+    def __init__(self): super().__init__(); self.layer = nn.Linear(8, 3); self.register_buffer('mean', torch.zeros(8)); self.kept.clear()
     def forward(self, x):
         self.mean = .9*self.mean+.1*x.detach().mean(0)
-        out = self.net(x-self.mean)
+        if self.training: self.kept['old'] = self.layer.weight.detach().clone()
+        out = self.layer(x-self.mean)
         self.kept.setdefault('all', []).append(out.detach().mean())
         self.kept['last'] = out.max(1)
         return out
-class OldWeights(nn.Module):
-    "Remembers its weights of the step before"
-    def __init__(self): super().__init__(); self.layer,self.old = nn.Linear(8, 3),None
-    def forward(self, x):
-        if self.training: self.__dict__['old'] = self.layer.weight.detach().clone()
-        return self.layer(x)
+class Loose(nn.Module):
+    "A parameter that no optimizer clears: its gradients add up"
+    def __init__(self): super().__init__(); self.a,self.b,self.scale = nn.Linear(8, 8),nn.Linear(8, 3),nn.Parameter(torch.ones(8))
+    def forward(self, x): return self.b(self.a(x)*self.scale)
 
-kept = dict(shifts=(Shifts, None, 12), swaps=(SwapsBuffers, None, 0), view=(View, None, 0), reassigns=(Reassigns, lambda l: (l.model.kept['all'], tuple(l.model.kept['last']), l.model.mean), 12), old=(OldWeights, seen('old'), 0))
+kept = dict(swaps=(SwapsBuffers, lambda l: None, 0, {}), view=(View, lambda l: None, 0, {}), keeps=(Keeps, lambda l: (l.model.kept['all'], tuple(l.model.kept['last']), l.model.kept['old'], l.model.mean), 0, {}),
+    loose=(Loose, lambda l: l.model.scale.grad, 10, dict(splitter=lambda m: [params(m.a), params(m.b)])))
 
 @pytest.mark.parametrize('name', kept)
 def test_kept_tensors(name):
-    model,look,least = kept[name]
-    check(lambda: learner(model), least, look=look or (lambda l: None))
+    model,look,least,kwargs = kept[name]
+    check(lambda: learner(model, **kwargs), least, look=look, replay=False)
 
 def test_kept_at_times():
     "A step that keeps what the others don't is right, whoever holds it: a list, a closure, an attribute of another tensor"
@@ -326,7 +270,7 @@ def test_kept_at_times():
             if self.train_iter==9: t = self.pred.exp(); self.f = lambda: t.sum()
             if self.train_iter==14: self.pred.note = self.pred.detach()*3
             if self.train_iter==15: assert not hasattr(self.pred, 'note')
-    check(lambda: learner(cbs=Keeps()), 5, look=lambda l: (l.keeps.held, l.keeps.f().detach()))
+    check(lambda: learner(cbs=Keeps()), 5, replay=False, look=lambda l: (l.keeps.held, l.keeps.f().detach()))
 
 def test_values_that_are_read():
     "At times: the calls up to there are made, and the step goes on as a traced one; in each step: said, with the line"
@@ -338,71 +282,68 @@ def test_values_that_are_read():
     learn = both(lambda: learner(cbs=Reads(1)), look=lambda l: l.reads.seen)
     assert re.search(r'0 of 20 .* `TensorBase.item` reads the device \(test_replay.py, line \d+\)', repr(learn.replay)), learn.replay
 
-def test_gradients_that_add_up():
-    "Those of a parameter that no optimizer clears, as in plain fastai"
-    class Loose(nn.Module):
-        def __init__(self): super().__init__(); self.a,self.b,self.scale = nn.Linear(8, 8),nn.Linear(8, 3),nn.Parameter(torch.ones(8))
-        def forward(self, x): return self.b(self.a(x)*self.scale)
-    check(lambda: learner(Loose, splitter=lambda m: [params(m.a), params(m.b)]), 10, look=lambda l: l.model.scale.grad)
-
 def test_a_graph_that_is_kept():
     "Is gone, which is an error once a backward pass comes to it; an average of losses is none"
     class Average(Callback):
         def before_fit(self): self.avg = 0.
         def after_loss(self):
             if self.training: self.avg = .9*self.avg+.1*self.learn.loss_grad
-    check(lambda: learner(cbs=Average()), look=lambda l: l.average.avg.detach())
+    check(lambda: learner(cbs=Average()), replay=False, look=lambda l: l.average.avg.detach())
     class Through(Callback):
         def before_fit(self): self.last = 0.
         def after_loss(self):
             if self.training: self.learn.loss_grad,self.last = self.learn.loss_grad+self.last,self.pred.sum()
-    with pytest.raises(RuntimeError, match='whose graph is gone.*Keep its `detach'): outcome(learner(cbs=Through()), True)
+    with pytest.raises(RuntimeError, match='whose graph is gone.*Keep its `detach'): outcome(learner(cbs=Through()).to_tpu())
 
-@pytest.mark.parametrize('at', ['between', 'after_batch', 'before_batch'])
-def test_copies(at):
-    "What `clone` gives shares memory until the next sync, and stays what it was all the same"
+def test_copies():
+    "What `clone` gives shares memory until the next sync, and stays what it was all the same: in a batch and between fits"
     class Copies(Callback):
         order = 70
         def before_fit(self): self.seen = []
         def keep(self): self.seen = [*self.seen, self.model[0].weight.clone()] if self.training and self.train_iter%3==0 else self.seen
-        def after_batch(self): at=='after_batch' and self.keep()
-        def before_batch(self): at=='before_batch' and self.keep()
+        before_batch = after_batch = keep
     kept = []
     def train(learn):
         learn.fit(1, 1e-2)
         w = learn.model[0].weight.clone()
         learn.fit(1, 1e-2)
         kept[:] = [w]
-    check(lambda: learner(cbs=Copies()), 5, train=train, look=lambda l: (kept[0].detach(), [o.detach() for o in l.copies.seen]))
+    check(lambda: learner(cbs=Copies()), 5, replay=False, train=train, look=lambda l: (kept[0].detach(), [o.detach() for o in l.copies.seen]))
 
-@pytest.mark.parametrize('become', [lambda t, m: t.load_state_dict(m.state_dict()), lambda t, m: [a.mul_(.5).add_(b, alpha=.5) for a,b in zip(t.parameters(), m.parameters())]], ids=['load','half_way'])
-@pytest.mark.parametrize('event', ['after_step','after_batch'])
-def test_a_teacher(become, event):
+def test_a_teacher():
     "What it is made of is no part of the model; where it has the model's memory, no step gives that away"
     class Teacher(Callback):
         def before_fit(self): self.teacher,self.learn.loss_func = deepcopy(self.model).requires_grad_(False),self.loss
         def loss(self, p, y):
             with torch.no_grad(): t = self.teacher(self.learn.x)
             return F.cross_entropy(p, y)+F.mse_loss(p, t)
-        @torch.no_grad()
-        def learn_from(self):
-            if self.training and self.train_iter%7==0: become(self.teacher, self.model)
-    setattr(Teacher, event, lambda self: self.learn_from())
-    check(lambda: learner(mlp, cbs=Teacher()), 5, look=lambda l: dict(l.teacher.teacher.state_dict()))
+        def after_batch(self):
+            if self.training and self.train_iter%7==0: self.teacher.load_state_dict(self.model.state_dict())
+    check(lambda: learner(mlp, cbs=Teacher()), 5, look=lambda l: dict(l.teacher.teacher.state_dict()), replay=False)
+
+def test_a_view_of_a_weight(monkeypatch):
+    "One that is kept, where no callback has it, goes on to be the weight"
+    monkeypatch.setattr(torch, 'names', [], raising=False)
+    def name(w): return w.detach()[0]
+    def train(learn):
+        learn.fit(2, 1e-2)
+        torch.names[:] = [name(learn.model[0].weight)]
+        learn.fit(2, 1e-2)
+    learn = check(learner, 10, train=train, look=lambda l: (torch.names[0], name(l.model[0].weight)))
+    eq(to_host(torch.names[0]), to_host(name(learn.model[0].weight)))
 
 # ---- what changes between steps
 
-def ticks(f):
-    "A fit that calls `f(learn, k)` before each step"
+def at(n, f):
+    "A fit that calls `f(learn)` before its step `n`"
     def fit(learn):
         k = itertools.count()
         def lr(pct):
-            f(learn, next(k))
+            if next(k)==n: f(learn)
             return 1e-2
         learn.fit(2, 1e-2, cbs=ParamScheduler({'lr': lr}))
     return fit
 
-def at(n, f): return ticks(lambda learn, k: f(learn) if k==n else None)
 def within(mode):
     "A fit in the last steps of which a mode is entered"
     def fit(learn):
@@ -426,18 +367,13 @@ class OfDevice(nn.Module):
         return self.net(x)*W['w']
 def with_grads(learn):
     for p in learn.model.parameters(): p.grad = torch.ones_like(p)
-def shrink(learn):
-    for p in learn.model.parameters(): p.data.mul_(.5)
 def new_state(learn):
     for s in learn.opt.state.values(): s['grad_avg'] = torch.zeros_like(s['grad_avg'])
 def fewer(learn): learn.model[0].weight.data,learn.model[0].bias.data,learn.model[2].weight.data = learn.model[0].weight.data[:8].clone(),learn.model[0].bias.data[:8].clone(),learn.model[2].weight.data[:,:8].clone()
 
-between = dict(weights=(mlp, at(12, shrink)), anew=(mlp, at(12, lambda l: nn.init.ones_(l.model[0].weight))), rebound=(OfDevice, at(12, lambda l: W.update(w=W['w']*2))), in_place=(OfDevice, at(12, lambda l: W['w'].mul_(2))),
-    data=(OfDevice, at(12, lambda l: W['w'].data.mul_(2))), hook=(mlp, at(12, lambda l: l.model[1].register_forward_hook(lambda m, i, o: o*2))), weight_hook=(mlp, at(12, lambda l: l.model[0].weight.register_hook(lambda g: g*2))),
-    gradients=(mlp, at(12, with_grads)), state=(mlp, at(12, new_state)), cleared=(mlp, at(12, lambda l: l.opt.clear_state())), shapes=(mlp, lambda l: (l.fit(1, 1e-2), fewer(l), l.create_opt(), l.fit(1, 1e-2))),
-    eval_mode=(net, at(12, lambda l: l.model[1].eval())), dropout=(partial(mlp, nn.Dropout), at(12, lambda l: setattr(l.model[1], 'p', .9))), function_mode=(mlp, within(HalfRelu)), dispatch_mode=(mlp, within(HalfAtenRelu)),
-    saved=(partial(mlp, nn.Tanh), within(half_kept)), clip=(mlp, at(12, lambda l: l.add_cb(GradientClip(.01)))), metrics=(mlp, at(12, lambda l: setattr(l.recorder, 'train_metrics', True))),
-    loss=(mlp, at(12, lambda l: setattr(l.loss_func, 'func', nn.CrossEntropyLoss(label_smoothing=.4)))), flags=(mlp, ticks(lambda l, k: l.model[0].requires_grad_(k%5!=4))))
+between = dict(rebound=(OfDevice, at(12, lambda l: W.update(w=W['w']*2))), data=(OfDevice, at(12, lambda l: W['w'].data.mul_(2))),
+    gradients=(mlp, at(12, with_grads)), state=(mlp, at(12, new_state)), shapes=(mlp, lambda l: (l.fit(1, 1e-2), fewer(l), l.create_opt(), l.fit(1, 1e-2))),
+    function_mode=(mlp, within(HalfRelu)), dispatch_mode=(mlp, within(HalfAtenRelu)), saved=(partial(mlp, nn.Tanh), within(half_kept)))
 
 @pytest.mark.parametrize('name', between)
 def test_changed_before_a_step(name):
@@ -449,33 +385,6 @@ def test_bf16_is_switched_off():
         def after_batch(self):
             if self.training and self.iter==7: self.mixed_precision.run = self.epoch>0
     check(lambda: learner(cbs=[MixedPrecision(amp_mode=AMPMode.BF16), Off()]), 10)
-
-@pytest.mark.parametrize('name', [lambda p: p.detach(), lambda p: p.data, lambda p: p.detach()[0]], ids='detach data view'.split())
-def test_names_of_weights(monkeypatch, name):
-    "One that is kept, where no callback has it, goes on to be the weight"
-    monkeypatch.setattr(torch, 'names', [], raising=False)
-    def train(learn):
-        learn.fit(2, 1e-2)
-        torch.names[:] = [name(learn.model[0].weight)]
-        learn.fit(2, 1e-2)
-    learn = check(learner, 10, train=train, look=lambda l: (torch.names[0], name(l.model[0].weight)))
-    eq(to_host(torch.names[0]), to_host(name(learn.model[0].weight)))
-
-class ValidatesAverage(Callback):
-    "Validates with an average of the weights, as is often written by hand"
-    def before_fit(self): self.ema = [p.detach().clone() for p in self.model.parameters()]
-    @torch.no_grad()
-    def after_train(self):
-        for e,p in zip(self.ema, self.model.parameters()): e.lerp_(p, .5)
-    @torch.no_grad()
-    def _set(self, ts):
-        for t,p in zip(ts, self.model.parameters()): p.copy_(t)
-    def before_validate(self):
-        self.own = [p.detach().clone() for p in self.model.parameters()]
-        self._set(self.ema)
-    def after_validate(self): self._set(self.own)
-
-def test_weights_are_set_between_loops(): assert check(lambda: learner(cbs=ValidatesAverage(), n_valid=40), 30, train=lambda l: l.fit(4, 1e-2)).replay.valid.n_replayed>=10
 
 # ---- what no mode is told of, and other threads
 
@@ -537,16 +446,6 @@ def test_traced_for_a_reason(name):
     learn = both(make, look=look or (lambda l: None))
     assert learn.replay.n_replayed==0 and why in learn.replay.why, learn.replay
 
-def test_backward_by_another_name():
-    class Own(Learner):
-        def _backward(self): torch.autograd.backward(self.loss_grad)
-    class Penalty(Callback):
-        def after_loss(self):
-            if self.training:
-                g, = torch.autograd.grad(self.learn.loss_grad, [self.model[0].weight], create_graph=True)
-                self.learn.loss_grad = self.learn.loss_grad+g.square().sum()
-    check(lambda: learner(partial(mlp, nn.Tanh), cls=Own, cbs=Penalty()))
-
 def test_a_thread_beside():
     "Calls of another thread belong to no step"
     stop = threading.Event()
@@ -557,26 +456,6 @@ def test_a_thread_beside():
     try: check(learner)
     finally: stop.set(); t.join()
 
-def newer(f, x): return torch_ckpt.checkpoint(f, x, use_reentrant=False)
-def older(f, x): return torch_ckpt.checkpoint(f, x, use_reentrant=True)
-def of_torch_xla(f, x):
-    from torch_xla.utils.checkpoint import checkpoint
-    return checkpoint(f, x) if torch.is_grad_enabled() else f(x)
-class Checked(nn.Module):
-    "Parts with dropout, which `ckpt` computes again; what comes between and after them draws too"
-    def __init__(self, ckpt, n=3):
-        super().__init__()
-        self.ckpt,self.stem,self.head = ckpt,nn.Linear(8, 16),nn.Linear(16, 3)
-        self.parts = nn.ModuleList(nn.Sequential(nn.Dropout(.3), nn.Linear(16, 16), nn.GELU(), nn.Dropout(.2)) for _ in range(n))
-    def forward(self, x):
-        x = self.stem(x)
-        for o in self.parts: x = F.dropout(self.ckpt(o, x), .1, self.training)
-        return self.head(x)
-
-@pytest.mark.parametrize('cbs', [lambda: [], lambda: [GradientAccumulation(16)]], ids=['alone','accumulates'])
-@pytest.mark.parametrize('ckpt', [newer, *[pytest.param(o, marks=pytest.mark.slow) for o in (older, of_torch_xla)]], ids=lambda f: f.__name__)
-def test_parts_that_are_computed_again(ckpt, cbs): check(lambda: learner(partial(Checked, ckpt), cbs=cbs()), 10)
-
 def test_falls_back_within_a_checkpoint():
     "What was recognised of it is computed without being kept apart"
     class Ways(nn.Module):
@@ -585,16 +464,16 @@ def test_falls_back_within_a_checkpoint():
             self.n += 1
             x = F.gelu(self.a(x))
             return x*2 if self.n%7==6 else x+1
-        def forward(self, x): return self.b(newer(self.part, F.dropout(x, .2, self.training)))
-    assert outcome(l := learner(Ways), True) and l.replay.n_replayed>=3, l.replay
+        def forward(self, x): return self.b(checkpoint(self.part, F.dropout(x, .2, self.training), use_reentrant=False))
+    quiet(learn := learner(Ways).to_tpu())
+    assert learn.replay.n_replayed>=3, learn.replay
 
 @torch.compile
 def act(x): return torch.tanh(x)*x
 class Acts(nn.Module):
     def __init__(self): super().__init__(); self.net = mlp()
     def forward(self, x): return self.net(act(x))
-@pytest.mark.parametrize('make', [lambda: torch.compile(mlp()), Acts], ids=['whole','part'])
-def test_compiled_by_torch(make): check(lambda: learner(make))
+def test_compiled_by_torch(): check(lambda: learner(lambda: torch.compile(Acts())))
 
 # ---- batches of a validation
 
@@ -608,18 +487,6 @@ def test_validation():
     learn = check(lambda: learner(n_valid=60), train=train)
     eq(*got)
     assert learn.replay.valid.n_replayed>=33 and 'of 48 batches of validation were replayed' in repr(learn.replay), learn.replay
-
-def test_tta():
-    got = []
-    for replay in (False, True):
-        set_seed(3)
-        learn = Learner(image_dls(12, 36, tfms=[Flip(), Brightness()]), cnn(), loss_func=CrossEntropyLossFlat(), metrics=accuracy).to_tpu(replay=replay)
-        with learn.no_bar(),learn.no_logging():
-            learn.fit(1)
-            set_seed(5)
-            got.append(learn.tta(n=3))
-        eq(learn.replay.valid.n_replayed>=12, replay)
-    for a,b in zip(*got): eq(a, b)
 
 # ---- around it
 
@@ -636,56 +503,41 @@ def test_validates_and_saves_in_a_batch(tmp_path):
     check(lambda: learner(mlp, cbs=Looks()), 10, look=lambda l: l.looks.seen)
 
 class Raises(Callback):
-    def __init__(self, exc, event='after_pred', i=13):
+    def __init__(self, exc, event, i=13):
         self.exc,self.i = exc,i
         setattr(self, event, self.act)
     def act(self):
         if self.training and self.train_iter==self.i: raise self.exc
 
-@pytest.mark.parametrize('exc', [CancelBatchException, CancelTrainException, CancelEpochException, CancelFitException, KeyboardInterrupt, ValueError])
-@pytest.mark.parametrize('event', ['before_batch','after_pred','before_step'])
+@pytest.mark.parametrize('exc,event', [(CancelBatchException,'before_step'), (CancelFitException,'after_pred'), (KeyboardInterrupt,'before_batch')])
 def test_a_batch_that_is_left(exc, event):
     "The calls that it has made are computed, as in plain fastai, and nothing is left of placeholders"
     def train(learn):
-        try: learn.fit(2, 1e-2)
-        except (KeyboardInterrupt,ValueError): pass
+        with suppress(KeyboardInterrupt): learn.fit(2, 1e-2)
         learn.fit(1, 1e-2)
-    learn = check(lambda: learner(cbs=Raises(exc("left"), event)), 15, train=train)
+    check(lambda: learner(cbs=Raises(exc("left"), event)), 15, train=train)
 
-def test_with_a_checkpoint(tmp_path):
-    "It reads what the steps leave, and a training that was killed goes on bit for bit"
-    def make(): return learner(cbs=TPUCheckpoint(tempfile.mkdtemp(dir=tmp_path), every=3))
-    check(make)
-    want,folder = outcome(make(), False),tempfile.mkdtemp(dir=tmp_path)
-    first = learner(cbs=[TPUCheckpoint(folder, every=3), Raises(KeyboardInterrupt(), 'after_batch', 17)]).to_tpu()
-    with first.no_bar(),first.no_logging(),pytest.raises(KeyboardInterrupt): first.fit_one_cycle(2, 1e-2)
-    second = learner(cbs=resume_from(folder))
-    for a,b in zip(outcome(second, True)[1:4], want[1:4]): eq(a, b)
-    assert first.replay.n_replayed>10
-
-@pytest.mark.parametrize('cbs', [(), GradientAccumulation(24)], ids=['step', 'micro_batch'])
-def test_ctrl_c_in_a_step(cbs):
+def test_ctrl_c_in_a_step():
     "The state, whose memory a running step takes, is whole afterwards"
     class Interrupt(Callback):
         def after_batch(self):
             if self.training and self.train_iter==20: signal.setitimer(signal.ITIMER_REAL, 1e-4)
-    learn = learner(n=800, cbs=[Interrupt(), *L(cbs)]).to_tpu()
+    learn = learner(n=800, cbs=Interrupt()).to_tpu()
     old = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
-        with learn.no_bar(),learn.no_logging(),pytest.raises(KeyboardInterrupt): learn.fit(1, 1e-2)
+        with pytest.raises(KeyboardInterrupt): quiet(learn)
     finally: signal.signal(signal.SIGALRM, old)
     assert learn.replay.n_replayed>=4
     assert all(torch.isfinite(v).all() for v in to_host(list(learn.model.state_dict().values())))
     learn.remove_cb(Interrupt)
-    with learn.no_bar(),learn.no_logging(): learn.fit(1, 1e-2)
+    quiet(learn, lambda l: l.fit(1, 1e-2))
 
 def test_a_graph_that_fails_spoils_no_later_one():
     class Widens(nn.Module):
         "Half of it in float64, which XLA refuses when it compiles"
         def __init__(self): super().__init__(); self.lin = nn.Linear(8, 3)
         def forward(self, x): return F.linear(x.double(), self.lin.weight, self.lin.bias)
-    learn = learner(Widens).to_tpu()
-    with learn.no_bar(),learn.no_logging(),pytest.raises(RuntimeError, match='XLA could not run the graph of this step'): learn.fit(1)
+    with pytest.raises(RuntimeError, match='XLA could not run the graph of this step'): quiet(learner(Widens).to_tpu())
     check(learner)
 
 # ---- one program over two cores
@@ -718,23 +570,15 @@ def train(how, make, cbs=(), **kwargs):
     learn.detach_tpu_sharded()
     return replay,([float(o) for o in learn.recorder.losses], [list(o) for o in learn.recorder.values], [p.detach() for p in learn.model.state_dict().values()])
 for make,cbs,kwargs,least in CASES:
-    (a,got),(b,want) = train('replayed', make, cbs(), **kwargs),train('programs', make, cbs(), **kwargs)
+    (a,got),(b,want) = train('replayed', make, deepcopy(cbs), **kwargs),train('programs', make, deepcopy(cbs), **kwargs)
     assert is_same(got, want) and not b.n_replayed and a.n_replayed>=least, (a, got[0], want[0])
-    (_,close) = train('traced', make, cbs(), **kwargs)
+    (_,close) = train('traced', make, cbs, **kwargs)
     assert is_close(got[:2], close[:2])
     print(a)
 """
 
-@pytest.mark.parametrize('cases', ["(vectors, lambda: [Odd()], {}, 20), (vectors, lambda: [GradientAccumulation(20)], {}, 20)",
-    pytest.param("(images, lambda: [], {}, 30), (images, lambda: [], dict(grad_ckpt=True), 30)", marks=pytest.mark.slow)], ids=['vectors','vit'])
+@pytest.mark.parametrize('cases', ["(vectors, [Odd()], {}, 20)",
+    pytest.param("(vectors, [GradientAccumulation(20)], {}, 20), (images, [], {}, 30), (images, [], dict(grad_ckpt=True), 30)", marks=pytest.mark.slow)], ids=['vectors','more'])
 def test_sharded(cases):
     "Bit for bit the same, BatchNorm's statistics too; parameters stay spread"
     run_ok(sharded.replace('CASES', f'[{cases}]'), CPU_NUM_DEVICES='2', PYTHONPATH=f'{repo/"tests"}{os.pathsep}{repo}')
-
-@pytest.mark.slow
-def test_idioms():
-    "Some of benchmarks/replay_idioms.py, each trained with steps that are replayed and with traced ones"
-    names = 'tensor_of_validation number_of_validation loss_with_running_weights batchnorm_at_rest weights_come_back optimizer_forgets'.split()
-    res = run(repo/'benchmarks'/'replay_idioms.py', '--idioms', *names)
-    *rows,said = [o.split(maxsplit=1) for o in res.stdout.splitlines() if not o.startswith('No TPU found')]
-    assert res.returncode==0 and [o[0] for o in rows]==names and all(re.match('the same: (2[5-9]|3.) of 36', o[1]) for o in rows) and said[0]==str(len(names)), f'{res.stdout}\n{res.stderr}'

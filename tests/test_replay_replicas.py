@@ -1,15 +1,11 @@
 "Each replica recognises its own steps: to the last bit what traced steps give; one that traces meets the collectives of those that replay."
-import random, signal
-from contextlib import contextmanager
-import pytest, torch_xla
+import random
+import pytest
 from threads import run_replicas, use_virtual_cores
 use_virtual_cores(2)
 from synth import *
 from fastai.callback.fp16 import MixedPrecision
-from fastai.callback.mixup import MixUp
-from fastai.callback.schedule import *
 from fastai.callback.training import GradientAccumulation, GradientClip
-from torch.utils.checkpoint import checkpoint
 from fastai_xla.train.program import StepTracer
 from traced import is_close, is_same, trace_all
 from fastai_xla.runtime.ranks import rank
@@ -17,16 +13,6 @@ from fastai_xla.runtime.ranks import rank
 N,B = 2,8 # replicas, and samples of a batch of one
 
 def net(): return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(.3), nn.Linear(16, 3))
-
-class Checked(nn.Module):
-    "Parts that are computed again in the backward pass, with the random numbers that they had"
-    def __init__(self):
-        super().__init__()
-        self.stem,self.parts,self.head = nn.Linear(8, 16),nn.ModuleList(nn.Sequential(nn.Dropout(.3), nn.Linear(16, 16), nn.GELU()) for _ in range(3)),nn.Linear(16, 3)
-    def forward(self, x):
-        x = self.stem(x)
-        for o in self.parts: x = checkpoint(o, x, use_reentrant=False)
-        return self.head(x)
 
 def learner(model=net, n=10*N*B, n_valid=21, train_metrics=False, before_batch=None, **kwargs):
     "Ten batches of each replica to train"
@@ -37,17 +23,6 @@ def learner(model=net, n=10*N*B, n_valid=21, train_metrics=False, before_batch=N
     return learn
 
 def one_cycle(learn): learn.fit_one_cycle(2, 1e-2)
-
-@contextmanager
-def in_time(seconds=300):
-    "The body must end by then"
-    def late(*_): raise TimeoutError(f'not done after {seconds} s')
-    old = signal.signal(signal.SIGALRM, late)
-    signal.alarm(seconds)
-    try: yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, old)
 
 def on_ranks(make, train=one_cycle, cbs=lambda r: [], programs=False, **attach):
     "Of each replica: losses, values, weights and optimizer state, and its `replay`"
@@ -60,7 +35,7 @@ def on_ranks(make, train=one_cycle, cbs=lambda r: [], programs=False, **attach):
         with learn.no_bar(),learn.no_logging(): train(learn)
         states = [to_host({k: v for k,v in p[2].items()}) for p in learn.opt.all_params()]
         return ([float(o) for o in learn.recorder.losses], [list(o) for o in learn.recorder.values], to_host(dict(learn.model.state_dict())), states), learn.replay
-    with in_time(): return run_replicas(f)
+    return run_replicas(f)
 
 def both(make, train=one_cycle, accumulates=False, **kwargs):
     "`replay` of each replica; what came out of the training is what it is if all steps are traced"
@@ -72,14 +47,13 @@ def both(make, train=one_cycle, accumulates=False, **kwargs):
         assert is_same(w[0], g[0]), f"{w[0]}\n!=\n{g[0]}"
     return [o[1] for o in got]
 
-cases = dict(adam=dict(), sgd=dict(opt_func=partial(SGD, mom=.9)), clip=dict(cbs=lambda r: GradientClip(.1)), bf16=dict(cbs=lambda r: MixedPrecision()),
-    train_metrics=dict(train_metrics=True), global_norms=dict(sync_bn=True), mixup=dict(cbs=lambda r: MixUp()), scale_lr=dict(scale_lr=True),
-    accumulates=dict(cbs=lambda r: GradientAccumulation(2*B)), validation=dict(n_valid=149), checkpointed=dict(model=Checked))
+cases = dict(sgd=dict(opt_func=partial(SGD, mom=.9)), clip=dict(cbs=lambda r: GradientClip(.1)), bf16=dict(cbs=lambda r: MixedPrecision()), global_norms=dict(sync_bn=True, scale_lr=True),
+    accumulates=dict(cbs=lambda r: GradientAccumulation(2*B)), validation=dict(n_valid=149, train_metrics=True))
 
 @pytest.mark.parametrize('kind', cases)
 def test_replays(kind):
     kwargs = dict(cases[kind])
-    make = partial(learner, **{k: kwargs.pop(k) for k in ('model','opt_func','train_metrics','n_valid') if k in kwargs})
+    make = partial(learner, **{k: kwargs.pop(k) for k in ('opt_func','train_metrics','n_valid') if k in kwargs})
     replays = both(make, accumulates=kind=='accumulates', **kwargs)
     assert all(o.n_replayed>=14 and not o.why for o in replays), replays
     if kind=='validation': assert all(o.valid.n_replayed>=6 and not o.valid.why for o in replays), replays
@@ -87,13 +61,6 @@ def test_replays(kind):
 def test_smaller_last_step():
     "Its sizes differ from rank to rank, so it is traced, and the others are replayed"
     assert all(o.n_replayed>=14 and o.n_traced>=2 for o in both(partial(learner, n=9*N*B+5), lambda o: o.fit(2, 1e-2)))
-
-def test_freeze_unfreeze_and_lr_find():
-    def train(learn):
-        learn.fine_tune(1, 1e-2)
-        learn.lr_find(num_it=20, show_plot=False)
-        learn.fit(1, 1e-3)
-    assert all(o.n_replayed>=25 for o in both(partial(learner, splitter=lambda m: L(m[:1], m[1:]).map(params)), train))
 
 def test_costs():
     "Steps that are replayed neither compile nor read, and each is one execution on each replica"
@@ -138,7 +105,7 @@ def test_traced_for_a_reason(name):
     make,kwargs,why = refused[name]
     for _,replay in on_ranks(make, **kwargs): assert replay.n_replayed==0 and why in repr(replay), replay
 
-@pytest.mark.parametrize('at', [[6], [6,12], range(6, 40), range(6, 40, 3)], ids=['once','twice','for_good','now_and_then'])
+@pytest.mark.parametrize('at', [[6,12], range(6, 40), range(6, 40, 3)], ids=['twice','for_good','now_and_then'])
 def test_one_replica_changes_something(at):
     "It traces what it does not know while the other replays, and then replays that too"
     a,b = both(partial(learner, n=20*N*B), lambda o: o.fit(2, 1e-2), cbs=lambda r: [Scales(at)] if r==0 else [])

@@ -17,6 +17,7 @@ from torch.overrides import _pop_mode, _push_mode
 from torch.utils import _python_dispatch
 from ..runtime.device import torch_xla
 from ..runtime.transfer import tensors_of
+from .registry import Loans
 
 # %% ../../nbs/105_patches.entry_points.ipynb #listener
 _here = threading.local()
@@ -85,18 +86,7 @@ def _entry_points():
         (torch_xla._XLAC, '_xla_set_rng_seed', lambda f: _tells_why(f, lambda *_: "a step sets the seed of the device's random numbers"))]
 
 # %% ../../nbs/105_patches.entry_points.ipynb #listen
-_missing,_lock,_replaced,_n = object(),threading.Lock(),[],0 # `_replaced`: (owner, name, what was there)
-
-def _replace_all():
-    for owner,name,make in _entry_points():
-        _replaced.append((owner, name, vars(owner).get(name, _missing)))
-        setattr(owner, name, make(getattr(owner, name)))
-
-def _put_back():
-    while _replaced:
-        owner,name,old = _replaced.pop()
-        if old is _missing: delattr(owner, name)
-        else: setattr(owner, name, old)
+_lock,_loans,_n = threading.Lock(),Loans(),0 # `_n`: how many listen
 
 def listen(
     who, # Has `active`, and `on_call(function, args, kwargs)`, `on_apply(cls, function, args)` and `refuse(why)`
@@ -104,7 +94,7 @@ def listen(
     "Report to `who`, in this thread, the calls that no mode sees, until `stop_listening`"
     global _n
     with _lock:
-        if not _n: _replace_all()
+        for owner,name,make in [] if _n else _entry_points(): _loans.put(owner, name, make(getattr(owner, name)))
         _n += 1
     _here.listeners = [*getattr(_here, 'listeners', ()), who]
 
@@ -114,4 +104,4 @@ def stop_listening():
     *_here.listeners,_ = _here.listeners
     with _lock:
         _n -= 1
-        if not _n: _put_back()
+        if not _n: _loans.give_back()

@@ -26,7 +26,7 @@ from ..runtime.transfer import is_spread, on_accelerator, on_xla, send
 from ..patches.entry_points import listener, without_modes
 from ..patches.grads import fill_grad
 from .move import on_repoint
-from .steppers import mask_of, ParamSpec, step_formula, StepMask, step_program, step_row, stepper_of, torch_rmsprop, torch_rmsprop_mom
+from .steppers import mask_of, ParamSpec, step_formula, StepMask, step_program, step_row, stepper_of
 
 # %% ../../nbs/410_train.optimizer.ipynb #known
 class StepTodo(NamedTuple):
@@ -48,13 +48,6 @@ def _work_of_fastai(opt):
     return StepWork(steppers, opt.hypers, [StepTodo(p, opt.state[p], i) for i,pl in enumerate(opt.param_lists) for p in pl])
 
 state_names = 'grad_avg','sqr_avg' # tensors that a step may keep for a parameter
-# arguments of the formulas that come from elsewhere; a hyper-parameter of such a name would be mistaken for it
-_reserved_names = {*state_names,'step','do_wd','local_lr','dampening','clip','p'}
-
-def _are_plain_hypers(h):
-    "Are the hyper-parameters `h` of a group numbers, under names that the formulas do not use?"
-    return not (_reserved_names & h.keys()) and all(map(isinstance, h.values(), repeat((float,Real)))) # `float` first: the check for `Real` is slow
-
 def _is_plain_param(o, device):
     "Are parameter, gradient and state of `o` dense tensors on `device`, for which the formulas hold?"
     p,g,st = o.p,o.p.grad,o.state
@@ -64,8 +57,8 @@ def _is_plain_param(o, device):
 def hypers_hold(
     work:StepWork, # See `step_work`
 ):
-    "Are the hyper-parameters of `work` such that its formulas hold?"
-    return all(map(_are_plain_hypers, work.hypers))
+    "Are the hyper-parameters of `work` numbers?"
+    return all(map(isinstance, chain.from_iterable(h.values() for h in work.hypers), repeat((float,Real)))) # `float` first: the check for `Real` is slow
 
 def formulas_hold(
     work:StepWork, # Of parameters with gradients
@@ -79,10 +72,6 @@ def formulas_hold(
 def _sgd_group(pg):
     steppers = ((fo.average_grad,),(fo.momentum_step,)) if pg['momentum'] else ((fo.sgd_step,),)
     return ((fo.l2_reg,), *steppers),dict(mom=pg['momentum'])
-
-def _rmsprop_group(pg):
-    steppers = (fo.l2_reg,),(fo.average_sqr_grad,),(fo.step_stat,),(torch_rmsprop_mom if pg['momentum'] else torch_rmsprop,)
-    return steppers,dict(sqr_mom=pg['alpha'], mom=pg['momentum'], eps=pg['eps'])
 
 _adam_steppers = (fo.average_grad, ('dampening',True)),(fo.average_sqr_grad,),(fo.step_stat,),(fo.adam_step,)
 
@@ -98,10 +87,9 @@ class _KnownTorchOptim(NamedTuple):
 
 _adam_names = dict(step='step', grad_avg='exp_avg', sqr_avg='exp_avg_sq')
 _known_torch_optims = {torch.optim.SGD: _KnownTorchOptim(_sgd_group, dict(grad_avg='momentum_buffer')),
-    torch.optim.RMSprop: _KnownTorchOptim(_rmsprop_group, dict(step='step', sqr_avg='square_avg', grad_avg='momentum_buffer')),
     torch.optim.Adam: _KnownTorchOptim(_adam_group, _adam_names),
     torch.optim.AdamW: _KnownTorchOptim(partial(_adam_group, decoupled=True), _adam_names)}
-_unsupported_options = 'amsgrad maximize capturable differentiable fused centered nesterov dampening'.split()
+_unsupported_options = 'amsgrad maximize capturable differentiable fused nesterov dampening'.split()
 
 def _is_known_torch_optim(opt):
     "Does torch's `opt` do no more than its formulas say?"

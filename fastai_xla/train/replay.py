@@ -20,8 +20,7 @@ from ..runtime.transfer import tensors_of
 from ..patches.entry_points import listen, stop_listening, without_modes
 from .move import learner_modules, placed_tensors
 from .program import pending
-from .calls import CallTree
-from .recogniser import CallRecogniser
+from .recogniser import CallRecogniser, CallTree
 
 # %% ../../nbs/446_train.replay.ipynb #batch
 _needs_grad = torch.Tensor.requires_grad.__get__
