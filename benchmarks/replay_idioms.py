@@ -478,12 +478,7 @@ class Parts(nn.Module):
         for o in self.parts: x = F.dropout(self.ckpt(o, x), .1, self.training)
         return self.head(x)
 
-def by_torch_xla(part, x):
-    from torch_xla.utils.checkpoint import checkpoint
-    return checkpoint(part, x) if torch.is_grad_enabled() else part(x)
-
-IDIOMS.update(parts_checkpointed=lambda: learner(Parts(partial(checkpoint, use_reentrant=False))), parts_checkpointed_reentrant=lambda: learner(Parts(partial(checkpoint, use_reentrant=True))),
-    parts_checkpointed_by_torch_xla=lambda: learner(Parts(by_torch_xla)))
+IDIOMS.update(parts_checkpointed=lambda: learner(Parts(partial(checkpoint, use_reentrant=False))), parts_checkpointed_reentrant=lambda: learner(Parts(partial(checkpoint, use_reentrant=True))))
 
 # ---- both ways
 

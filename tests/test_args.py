@@ -47,7 +47,7 @@ CASES = [ # what is called, and of its arguments the wrong values
     (NaNGuard, dict(action=WRONG)), (XLAStats, dict(warm=at_least_0)), (TPUMeter, dict(show=bit, flops=but(None, 1.5), peak_flops=but(None, 1.5))),
     (StepProfiler, dict(steps=WRONG, folder=place, trace=bit)), (lambda **kw: TPUMeter().metrics(*kw.values()), dict(names=WRONG)),
     (lambda **kw: NormMeter().metrics(*kw.values()), dict(kinds=WRONG)), (lambda **kw: NormMeter().plot(**kw), dict(kind=WRONG)),
-    (StepReplay, dict(on=bit, confirm=count), {}, dict(on='replay')),
+    (StepReplay, dict(on=bit), {}, dict(on='replay')),
     (learner_method('to_tpu'), dict(batch_tfms=WRONG, fetch_every=but(0, 1.5), replay=bit, strict=bit, cache=place_or_none)),
     (learner_method('to_tpu_distributed'), dict(n_cores=count_or_none, processes=bit_or_none, strict=bit, cache=place_or_none, batch_tfms=WRONG, fetch_every=but(0, 1.5),
         sync_bn=but(None), scale_lr=bit, loss=but(None), watchdog=but(None, 1.5), replay=bit)),

@@ -59,12 +59,6 @@ def test_attached_saved_and_frozen(opt, tmp_path):
     "State that was made on the CPU is used on the device, comes back from a file, and stays where layers are frozen"
     weight = lambda learn: learn.model[0].weight.detach().cpu().clone()
     def f(learn, attach=noop):
-        learn.fit(1, 1e-2)
-        attach(learn)
-        learn.fit(1, 1e-2)
-        file = learn.save('half')
-        learn.fit(1, 1e-1)
-        learn.load('half')
         start = weight(learn)
         learn.freeze()
         learn.fit(1, slice(1e-2))
@@ -72,6 +66,12 @@ def test_attached_saved_and_frozen(opt, tmp_path):
         learn.unfreeze()
         learn.fit_one_cycle(1, slice(1e-3, 1e-1))
         assert not torch.equal(start, weight(learn))
+        attach(learn)
+        learn.fit(1, 1e-2)
+        file = learn.save('half')
+        learn.fit(1, 1e-1)
+        learn.load('half')
+        learn.fit_one_cycle(1, slice(1e-3, 1e-1))
         learn.freeze()
         learn.fit(1, slice(1e-3, 1e-1))         # fastai decays frozen weights whose gradient is zero, not None
         return learn,file,[h['lr'] for h in learn.opt.hypers]

@@ -50,7 +50,7 @@ def test_schedules(name):
     opt,f,args,n,compiled = LONG[name]
     cb = steps(long_learner(n, opt_func=opt), f, *args, **(dict(show_plot=False) if f=='lr_find' else {}))
     assert len(cb.steps)>=50 and set(cb.compiled)<=compiled
-    steady(cb, after=max(compiled)+1)
+    steady(cb, after=1+max(1, *compiled))
 
 @pytest.mark.parametrize('kwargs', [dict(start_lr=1e-3, end_lr=1e4), dict(start_lr=1e-3, end_lr=.5, stop_div=False)], ids=['diverges','goes_on'])
 def test_lr_find_is_that_of_fastai(kwargs):

@@ -105,7 +105,7 @@ class NaNGuard(Callback):
     def after_step(self):
         if mask_of(self.opt) is not None:
             raise ValueError(f"`NaNGuard('skip')` needs an optimizer whose step is one operation on the device, and {type(self.opt).__name__} is not: "
-                "use fastai's or torch's SGD, RMSprop, Adam or AdamW, or `NaNGuard()`.")
+                "use fastai's or torch's SGD, Adam or AdamW, or `NaNGuard()`.")
         if not self.weights_before: return
         (ok,olds),self.weights_before = self.weights_before,None
         for p,old in zip(self.params, olds): p.copy_(torch.where(ok, p, old))

@@ -80,15 +80,10 @@ def _adam_group(pg, decoupled=False):
     return ((decay,), *_adam_steppers),dict(mom=pg['betas'][0], sqr_mom=pg['betas'][1], eps=pg['eps'])
 
 # %% ../../nbs/410_train.optimizer.ipynb #torch
-class _KnownTorchOptim(NamedTuple):
-    "How a class of torch's optimizers is written as fastai's steppers"
-    convert_group:object # Gives (steppers, hyper-parameters) of a parameter group
-    names:dict # torch's names of the state, by fastai's
-
 _adam_names = dict(step='step', grad_avg='exp_avg', sqr_avg='exp_avg_sq')
-_known_torch_optims = {torch.optim.SGD: _KnownTorchOptim(_sgd_group, dict(grad_avg='momentum_buffer')),
-    torch.optim.Adam: _KnownTorchOptim(_adam_group, _adam_names),
-    torch.optim.AdamW: _KnownTorchOptim(partial(_adam_group, decoupled=True), _adam_names)}
+# by class: what gives (steppers, hyper-parameters) of a parameter group, and torch's names of the state by fastai's
+_known_torch_optims = {torch.optim.SGD: (_sgd_group, dict(grad_avg='momentum_buffer')), torch.optim.Adam: (_adam_group, _adam_names),
+    torch.optim.AdamW: (partial(_adam_group, decoupled=True), _adam_names)}
 _unsupported_options = 'amsgrad maximize capturable differentiable fused nesterov dampening'.split()
 
 def _is_known_torch_optim(opt):
@@ -105,11 +100,11 @@ def _from_torch(st, names):
 def _work_of_torch(opt):
     "The `StepWork` of torch's `opt`; None if its formulas are not known here, or it is not on a device"
     if not _is_known_torch_optim(opt) or not any(on_accelerator(p) for pg in opt.param_groups for p in pg['params']): return None
-    kind = _known_torch_optims[type(opt)]
-    steppers,hypers = zip(*map(kind.convert_group, opt.param_groups))
+    convert_group,names = _known_torch_optims[type(opt)]
+    steppers,hypers = zip(*map(convert_group, opt.param_groups))
     if len(set(steppers))>1: return None # one program has one list of formulas
     hypers = [dict(h, lr=pg['lr'], wd=pg['weight_decay']) for h,pg in zip(hypers, opt.param_groups)]
-    todo = [StepTodo(p, _from_torch(opt.state.get(p, {}), kind.names), i) for i,pg in enumerate(opt.param_groups) for p in pg['params']]
+    todo = [StepTodo(p, _from_torch(opt.state.get(p, {}), names), i) for i,pg in enumerate(opt.param_groups) for p in pg['params']]
     return StepWork(steppers[0], hypers, todo)
 
 # %% ../../nbs/410_train.optimizer.ipynb #work
@@ -125,7 +120,7 @@ def give_torch_state(
 ):
     "Store the state that the step has left in `opt.state`, under torch's names"
     for o in work.todo:
-        for k,n in _known_torch_optims[type(opt)].names.items():
+        for k,n in _known_torch_optims[type(opt)][1].items():
             if k in o.state: opt.state[o.p][n] = torch.tensor(float(o.state[k])) if k=='step' else o.state[k]
 
 # %% ../../nbs/410_train.optimizer.ipynb #numbers
@@ -143,14 +138,11 @@ def _number_rows(work, lag=0):
 # %% ../../nbs/410_train.optimizer.ipynb #send
 _last_sent = WeakKeyDictionary() # by optimizer: (numbers sent last, dtype, device), and the tensor of them
 
-def _flatten_rows(rows): return tuple(chain.from_iterable(row.numbers.values() for row in rows))
-def _on_host(numbers, dtype): return torch.from_numpy(np.array(numbers, np.float64 if dtype is torch.float64 else np.float32)) # as `torch.tensor`, quicker
-
 def _send_numbers(opt, rows, dtype, device):
     "The rows as one tensor on `device`; the one sent last if the numbers are the same"
-    numbers = _flatten_rows(rows)
-    key = numbers,dtype,device
-    if _last_sent.get(opt, (None,))[0]!=key: _last_sent[opt] = key, *send([_on_host(numbers, dtype)], device)
+    key = tuple(chain.from_iterable(row.numbers.values() for row in rows)),dtype,device
+    if _last_sent.get(opt, (None,))[0]!=key: # by numpy, which is quicker than `torch.tensor`
+        _last_sent[opt] = key, *send([torch.from_numpy(np.array(key[0], np.float64 if dtype is torch.float64 else np.float32))], device)
     return _last_sent[opt][1]
 
 # %% ../../nbs/410_train.optimizer.ipynb #state

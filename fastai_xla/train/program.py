@@ -47,8 +47,6 @@ def _data_ids(t):
     except RuntimeError: return ()
     return (ids[0],tensor_id(values[0])) if ids else ()
 
-def _data_handle(t): return _lib()._unique_id_for_ir_and_data(t)
-
 _storage,_address = methodcaller('untyped_storage'),attrgetter('_cdata')
 
 def n_names(
@@ -172,12 +170,6 @@ def _donated_buffers():
     from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config # not at the top: this module can be imported where torch_xla is missing
     with _donation_lock,alias_with_buffer_donor_config(True): yield
 
-# %% ../../nbs/440_train.program.ipynb #scalars
-def _send_scalars(ts):
-    "Send those of `ts` that are scalars now: else torch_xla writes 0 and 1 into the graph as constants"
-    ts = [t for t in ts if not t.ndim]
-    if ts: _lib()._xla_sync_multi(ts, [], True, True)
-
 # %% ../../nbs/440_train.program.ipynb #tracer
 class StepTracer:
     "Traces the steps on a device into programs, and runs these again"
@@ -225,7 +217,7 @@ class StepTracer:
 
     def _record_source(self, t, source):
         "Note that the data of `t` comes from `source`, under each id that an input of the graph may have"
-        _send_scalars([t])
+        if not t.ndim: _lib()._xla_sync_multi([t], [], True, True) # sends it: else torch_xla writes 0 and 1 into the graph as constants
         is_alias = t._base is not None and t._base.shape==t.shape # the graph may name its origin instead
         for o in (t, t._base) if is_alias else (t,):
             for i in (tensor_id(o), *_data_ids(o)): self.sources.setdefault(i, source)
@@ -249,8 +241,8 @@ class StepTracer:
     def _seeds_in(self, ids):
         "Among the inputs with these `ids`, the seeds, by index: ({number of draws that leads to it}, {value of one that no draw leads to})"
         seeds = [j for j,i in enumerate(ids) if i in (tensor_id(self.seed), _lib()._get_seed_info_id())]
-        first = _data_handle(self.seed)
-        draws = {j: 0 for j in seeds if ids[j]==tensor_id(self.seed) or _data_handle(self.values[j])==first} # the step's own seed
+        handle = _lib()._unique_id_for_ir_and_data
+        draws = {j: 0 for j in seeds if ids[j]==tensor_id(self.seed) or handle(self.values[j])==handle(self.seed)} # the step's own seed
         with own_reads(): values = {j: self.values[j].item() for j in seeds if j not in draws}
         draws.update({j: self.seeds.draws_to(v) for j,v in values.items()})
         known = {j: n for j,n in draws.items() if n is not None}

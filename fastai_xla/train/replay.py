@@ -15,7 +15,7 @@ from fastai.basics import Learner
 from fastcore.all import patch
 from torch._C._autograd import _top_saved_tensors_default_hooks as _saved_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from ..runtime.args import check_bool, check_int
+from ..runtime.args import check_bool
 from ..runtime.transfer import tensors_of
 from ..patches.entry_points import listen, stop_listening, without_modes
 from .move import learner_modules, placed_tensors
@@ -28,11 +28,11 @@ _needs_grad = torch.Tensor.requires_grad.__get__
 class BatchReplay:
     "Recognises the batches of a loop by their calls of torch, and runs the program that is known for these calls instead of a new graph"
     what,training = 'training steps',True # `what`: the unit that is counted, for the user
+    confirm = 2 # how often a list of calls must have been traced before it is replayed
     def __init__(self,
         on:bool=True, # False: trace each batch
-        confirm:int=2, # How often a list of calls must have been traced before it is replayed
     ):
-        self.on,self.confirm = check_bool('replay', on),check_int('confirm', confirm, at_least=1)
+        self.on = check_bool('replay', on)
         self.n_replayed = self.n_traced = self.n_odd = 0
         self.why = None # why batches are traced, in words; None if they are replayed
         self.recogniser = None # of the loop that is under way
@@ -41,7 +41,7 @@ class BatchReplay:
         self.ran = False # was the last batch replayed?
         self.forget()
 
-    def __reduce__(self): return type(self),(self.on,self.confirm),{k: vars(self)[k] for k in ('n_replayed','n_traced','why')} # a copy knows no programs
+    def __reduce__(self): return type(self),(self.on,),{k: vars(self)[k] for k in ('n_replayed','n_traced','why')} # a copy knows no programs
 
     def __repr__(self):
         n = f'{self.n_replayed} of {self.n_replayed+self.n_traced} {self.what} were replayed'
@@ -220,11 +220,10 @@ def is_long(
 class StepReplay(BatchReplay):
     "Replays the training steps of a Learner, and by `valid` the batches of its validation"
     def __init__(self,
-        on:bool=True, # As these for `BatchReplay`
-        confirm:int=2,
+        on:bool=True, # As for `BatchReplay`
     ):
-        self.valid = ValidReplay(on, confirm)
-        super().__init__(on, confirm)
+        self.valid = ValidReplay(on)
+        super().__init__(on)
     def __reduce__(self):
         f,args,state = super().__reduce__()
         return f,args,dict(state, valid=self.valid)
