@@ -411,9 +411,10 @@ class Numbered(nn.Module):
         return self.lin(x)*(1.+self.n/100)
 class ByTorchXLA(nn.Module):
     "Its dropout is computed again in the backward pass by torch_xla's own checkpointing"
-    def __init__(self): super().__init__(); self.net = net()
+    def __init__(self): super().__init__(); self.stem,self.net = nn.Linear(8, 8),net()
     def forward(self, x):
         from torch_xla.utils.checkpoint import checkpoint
+        x = self.stem(x)
         return checkpoint(self.net, x) if self.training else self.net(x)
 untold = dict(checkpoint=(lambda: learner(ByTorchXLA), 'CheckpointFunction is given a function, which must run in each step', None), function=(lambda: learner(UsesFn), 'the `backward` of Fn must run in each step', lambda l: Fn.n), weight_hook=(lambda: learner(mlp, cbs=WeightHooks()), 'a parameter has a hook', seen('n')),
     backward_hook=(lambda: learner(mlp, cbs=FullHooks()), '`grad_fn`', seen('n')), seed=(lambda: learner(Seeds), "sets the seed of the device's random numbers", None), syncs=(lambda: learner(Syncs), 'several programs', None),
