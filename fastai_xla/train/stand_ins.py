@@ -16,14 +16,15 @@ from operator import attrgetter
 from types import SimpleNamespace
 from weakref import ref, WeakKeyDictionary
 import numpy as np, torch
-from fastai.basics import Callback, CancelBatchException, CancelFitException, find_bs, Learner, unsqueeze
+from fastai.basics import (Callback, CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException, CancelStepException,
+    CancelTrainException, CancelValidException, find_bs, Learner, unsqueeze)
 from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.mixup import CutMix, MixUp
 from fastai.callback.progress import CSVLogger, ProgressCallback, ShowGraphCallback
 from fastai.callback.rnn import RNNRegularizer
 from fastai.callback.schedule import LRFinder, ParamScheduler
 from fastai.callback.training import GradientAccumulation
-from fastcore.all import L
+from fastcore.all import L, modify_exception, noop
 from ..runtime.ranks import world_size
 from ..runtime.transfer import send, tensors_of, to_host
 from ..patches.registry import Loan, Loans
@@ -219,22 +220,49 @@ def _cut(cb, stock):
     if not cb.stack_y: cb.learn.yb = tuple(L(cb.yb1,cb.yb).map_zip(torch.lerp, weight=unsqueeze(cb.lam, n=cb.y.ndim-1)))
 
 # %% ../../nbs/430_train.stand_ins.ipynb #events
-_events = {f'{o}_{k}' for o in ('before','after','after_cancel') for k in ('batch','backward','step')} | {'after_pred','after_loss'} # of a batch
+_cancels = CancelBackwardException,CancelBatchException,CancelEpochException,CancelFitException,CancelStepException,CancelTrainException,CancelValidException
+
 _order = attrgetter('order')
 _stock_call,_stock_get = Callback.__call__,Callback.__getattr__ # which others may replace for a while
 
-def _call_one(learn, stock, event):
-    if event not in _events: return stock(event)
+def _call(cb, event):
+    "`cb(event)`, which tells where an error comes from"
+    try: getattr(cb, event)()
+    except _cancels: raise
+    except Exception as e:
+        said = e.args[0] if e.args else ''
+        raise modify_exception(e, f'Exception occured in `{type(cb).__name__}` when calling event `{event}`:\n\t{said}', replace=True)
+
+def _call_event(
+    learn, # A Learner
+    event:str, # Such as 'after_batch'
+):
+    "Have those callbacks of `learn` called that answer to `event` of a batch, in fastai's order"
     for cb in sorted(learn.cbs, key=_order):
-        c = type(cb)
-        if event in vars(cb) or hasattr(c, event) or c.__call__ is not _stock_call or c.__getattr__ is not _stock_get: cb(event)
+        c,own = type(cb),vars(cb)
+        is_stock = c.__call__ is _stock_call and c.__getattr__ is _stock_get and cb.learn is learn
+        if not is_stock or 'training' in own or hasattr(c, 'training'): cb(event)
+        elif (event in own or hasattr(c, event)) and cb.run and (cb.run_train if learn.training else cb.run_valid): _call(cb, event)
 
 # %% ../../nbs/430_train.stand_ins.ipynb #batch
+def _with_events(learn, stock, f, event_type, ex, final=noop):
+    if event_type!='batch': return stock(f, event_type, ex, final)
+    try:
+        _call_event(learn, 'before_batch')
+        f()
+    except ex: _call_event(learn, 'after_cancel_batch')
+    _call_event(learn, 'after_batch')
+    final()
+
+_parts = {f'{o}_{k}' for o in ('before','after','after_cancel') for k in ('backward','step')} | {'after_pred','after_loss'} # events within a batch
+
+def _call_one(learn, stock, event): return _call_event(learn, event) if event in _parts else stock(event)
+
 def _set_device(learn, stock, b):
     ts = tensors_of(b)
     return b if ts and all(t.device==learn.dls.device for t in ts) else stock(b)
 
-_own = '_call_one','_set_device'
+_own = '__call__','_call_one','_with_events','_set_device'
 
 def lend_loop(
     learn:Learner, # Trains on a device
@@ -242,7 +270,8 @@ def lend_loop(
 ):
     "Patch `learn` with a loop that is less work for the host, unless its loop is not fastai's"
     if any(getattr(type(learn), k) is not getattr(Learner, k) or k in vars(learn) for k in _own): return
-    if any(hasattr(learn, o) for o in _events): return # fastai calls it for each callback that has none
+    if any(hasattr(learn, o) for o in ('before_batch','after_batch','after_cancel_batch',*_parts)): return # fastai calls it for each callback that has none
+    loans.lend(learn, '_with_events', _with_events)
     loans.lend(learn, '_call_one', _call_one)
     loans.lend(learn, '_set_device', _set_device)
 
@@ -271,3 +300,8 @@ def _schedule(cb, stock):
     own,cb.scheds = cb.scheds,{n: _quick_schedule(f) for n,f in cb.scheds.items()}
     try: stock()
     finally: cb.scheds = own
+
+@stand_in(ParamScheduler, 'after_batch')
+def _note_hypers(cb, stock):
+    hypers = cb.learn.opt.hypers[-1]
+    for n in cb.scheds: cb.hps[n].append(hypers[n])
