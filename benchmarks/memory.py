@@ -45,7 +45,7 @@ def once(kind, learn, n):
         elif kind=='get_preds': learn.get_preds()
         else:
             try: learn.fit(1, 1e-3)
-            except ValueError: assert kind=='fail'
+            except (LaunchError,ValueError): assert kind=='fail'
 
 def run(kind, fits, n):
     learn,res = learner(n, Fails() if kind=='fail' else None),[]

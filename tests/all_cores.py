@@ -26,7 +26,7 @@ def take_form():
     if not all_cores: return
     from fastai.basics import Learner
     from fastai_xla.runtime.device import xla_device
-    from fastai_xla.sharding.place import start_spmd
+    from fastai_xla.sharding.mesh import start_spmd
     detach = Learner.detach_tpu
     def to_tpu(self, **kwargs):
         _halve(self)

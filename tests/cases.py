@@ -43,3 +43,22 @@ class Groups(dict):
                 except BaseException: error = traceback.format_exc()
                 res[name] = error,time.time()-start
         print(json.dumps(res))
+
+# ---- comparisons of Learners, in such a process
+
+def near(a, b, tol=2e-5):
+    "Assert that two nests of tensors and numbers agree"
+    from parity_models import leaves
+    a,b = leaves(a),leaves(b)
+    assert a.keys()==b.keys()
+    far = {k: abs(a[k]-b[k]).max(initial=0) for k in a if not abs(a[k]-b[k]).max(initial=0)<=tol}
+    assert not far, far
+
+def same(plain, learn, tol=2e-5):
+    "Assert that two Learners have equal weights, optimizer state and history"
+    near(*[[o.model.state_dict(), o.opt.state_dict()['state'], list(o.recorder.losses), list(o.recorder.values)] for o in (plain, learn)], tol)
+
+def pieces(t):
+    "Shapes of what each core has of a tensor"
+    import torch_xla
+    return [tuple(o[0].shape) for o in torch_xla._XLAC._get_local_shards([t.detach()])[0]]

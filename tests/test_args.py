@@ -51,7 +51,7 @@ CASES = [ # what is called, and of its arguments the wrong values
     (learner_method('to_tpu'), dict(batch_tfms=WRONG, fetch_every=but(0, 1.5), replay=bit, strict=bit, cache=place_or_none)),
     (learner_method('to_tpu_distributed'), dict(n_cores=count_or_none, processes=bit_or_none, strict=bit, cache=place_or_none, batch_tfms=WRONG, fetch_every=but(0, 1.5),
         sync_bn=but(None), scale_lr=bit, loss=but(None), watchdog=but(None, 1.5), replay=bit)),
-    (learner_method('to_tpu_sharded'), dict(replica=count_or_none, fsdp=count_or_none, rules=but([]), grad_ckpt=bit, scan=bit, replay=bit, partition_norms=but(0, None),
+    (learner_method('to_tpu_sharded'), dict(replica=count_or_none, fsdp=count_or_none, rules=but([]), grad_ckpt=bit, scan=bit, replay=bit,
         batch_tfms=WRONG, fetch_every=but(0, 1.5), strict=bit, cache=place_or_none)),
     (TorchTPUTrainer, dict(batch_tfms=WRONG, fetch_every=but(0, 1.5), replay=bit)),
     (TPUPool, dict(n_cores=count_or_none)), (get_pool, dict(n_cores=count_or_none)), (tpu_launch, dict(fn=WRONG, n_cores=count_or_none), dict(fn=noop)),

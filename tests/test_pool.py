@@ -1,5 +1,5 @@
-"A pool of replicas that stays: speed of the second call, messages, Ctrl-C, idleness, shared memory, and one process per core."
-import os, signal, subprocess, threading, time
+"`tpu_launch` and `TPUPool`: what travels, messages, shared memory, Ctrl-C, what fails and how, and that no process is left behind."
+import os, signal, subprocess, sys, threading, time
 
 import numpy as np, psutil, pytest, torch
 
@@ -7,15 +7,15 @@ from fastai_xla.launch import *
 from fastai_xla.launch import launcher
 from fastai_xla.runtime import xla_counts
 from fastai_xla.runtime import rank, world_size
-from fastai_xla.runtime.signals import first_signal
 from fastai_xla.runtime.device import xm
-from forks import Forked
-from fresh import repo
-from fastai_xla.launch.worker import post, stop_requested
+from forks import Forked, of_pools
+from fresh import repo, run
+from fastai_xla.launch.worker import Failed, post, stop_requested
 
 @pytest.fixture(scope='module')
 def pool():
-    "Tests that end it stand below those that do not: the next one has to open it again"
+    "In a process that has trained on the CPU. Tests that end it stand below those that do not: the next one has to open it again"
+    (torch.ones(2, requires_grad=True)*2).sum().backward()
     with TPUPool(2) as p: yield p
 
 def runs(pid): return psutil.pid_exists(pid) and psutil.Process(pid).status()!='zombie'
@@ -43,17 +43,26 @@ def test_second_call_compiles_nothing(pool):
     assert pool.run(step, 2.) == [([12.,9.],0)]*2
     assert a == pool.run(pid) and {*a} == {*pids(pool)} and os.getpid() not in a and pool.is_open
 
-def test_ranks(pool): assert pool.run(lambda r: (r, rank(), world_size())) == [(0,0,2),(1,1,2)]
+def grad(rank):
+    x = torch.ones(2, device='xla', requires_grad=True)
+    (3*x).sum().backward()
+    return x.grad
 
-def test_current_folder(pool, tmp_path): assert pool.run(lambda r: os.getcwd()) == [str(tmp_path)]*2
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 8
+    def __getitem__(self, i): print('in a worker'); return i
 
-def test_modules_imported_since_are_imported_there(pool):
+def load(rank): return torch.cat([*torch.utils.data.DataLoader(Data(), batch_size=4, num_workers=1)]).tolist()
+
+@pytest.mark.parametrize('f,want', [(lambda r: (r, rank(), world_size()), [(0,0,2),(1,1,2)]), (lambda r: os.getcwd()==there, [True]*2), (lambda r: grad(r).tolist(), [[3.,3.]]*2),
+    (lambda r: 'fastai.callback.schedule' in sys.modules, [True]*2), (load, [[*range(8)]]*2), (lambda r: torch.nn.Parameter(torch.ones(1).to('xla')*r), [0.,1.]), (post, [None]*2)],
+    ids='ranks folder grad imports workers device_tensor unheard_post'.split())
+def test_what_a_function_finds(pool, f, want):
+    global there
     import fastai.callback.schedule
-    assert pool.run(lambda r: 'fastai.callback.schedule' in __import__('sys').modules) == [True]*2
-
-def test_results_are_host_tensors(pool):
-    res = pool.run(lambda r: dict(x=torch.ones(2, device='xla')*r, p=torch.nn.Parameter(torch.ones(1).to('xla'))))
-    assert [o['x'].tolist() for o in res] == [[0,0],[1,1]] and res[0]['p'].device.type == 'cpu'
+    there = os.getcwd()
+    res = pool.run(f)
+    assert res==want and not (isinstance(res[0], torch.Tensor) and res[0].device.type!='cpu')
 
 def test_pool_is_busy(pool):
     said = []
@@ -63,10 +72,6 @@ def test_pool_is_busy(pool):
             except RuntimeError as e: said.append(str(e))
     assert pool.run(lambda r: post(r) or r, on_message=again) == [0,1]
     assert any('This pool is running' in o for o in said) and any('Another pool' in o for o in said)
-
-def test_get_pool_is_shared():
-    assert get_pool(2) is get_pool(2)
-    assert get_pool(3).n_cores == 3 and not get_pool(3).is_open
 
 def test_run_in_a_thread(pool):
     res = []
@@ -102,24 +107,12 @@ def test_messages_are_live_and_in_order(pool):
     assert [o[1] for o in got if o[0]==0] == [o[1] for o in got if o[0]==1] == [0,1,2]
     assert max(t-sent for _,_,sent,t in got) < .2
 
-def test_messages_without_a_listener(pool): assert pool.run(lambda r: post(r)) == [None,None]
-
 def test_only_the_main_rank_prints(pool, capsys):
     def say(rank):
         print('rank', rank, end='\r', flush=True)
         print('to stderr', rank, file=__import__('sys').stderr)
     pool.run(say)
     assert capsys.readouterr() == ('rank 0\r', 'to stderr 0\n')
-
-class Data(torch.utils.data.Dataset):
-    def __len__(self): return 8
-    def __getitem__(self, i): print('in a worker'); return torch.tensor(i)
-
-def load(rank):
-    dl = torch.utils.data.DataLoader(Data(), batch_size=4, num_workers=1)
-    return torch.cat(list(dl)).tolist()
-
-def test_dataloader_workers_in_all_replicas(pool): assert pool.run(load) == [list(range(8))]*2
 
 # ---- shared memory
 
@@ -149,16 +142,6 @@ def test_no_shared_memory_left(monkeypatch, pool):
     with pytest.warns(UserWarning, match='2 MB are copied to each rank.*No space left'):
         assert pool.run(lambda r, t: float(t.sum()), torch.ones(2**19)) == [2.**19]*2
 
-# ---- idleness
-
-def test_idle_replicas_burn_nothing(pool):
-    p = psutil.Process(pool.run(pid)[0])
-    time.sleep(.5)
-    a = p.cpu_times()
-    time.sleep(2.2)
-    b = p.cpu_times()
-    assert (b.user+b.system)-(a.user+a.system) < .5
-
 # ---- Ctrl-C
 
 def interrupt(*_): signal.raise_signal(signal.SIGINT)
@@ -179,14 +162,6 @@ def test_ctrl_c_at_the_end_of_a_call_leaves_nothing_for_the_next(pool):
     with pytest.raises(LaunchInterrupt) as e: pool.run(lambda r: stop_requested() or r or post('done'), on_message=lambda *_: (time.sleep(.3), interrupt()))
     assert e.value.results == [None,1]
     assert pool.run(lambda r: (r, stop_requested())) == [(0,False),(1,False)]
-
-def test_only_the_second_interrupt_raises():
-    with first_signal(LaunchInterrupt, once=True) as signals:
-        interrupt()
-        assert signals == [signal.SIGINT]
-        with pytest.raises(LaunchInterrupt): interrupt()
-        interrupt()
-    with pytest.raises(KeyboardInterrupt): interrupt()
 
 def busy(rank, ask):
     if ask: stop_requested()
@@ -256,19 +231,113 @@ def test_notebook():
     assert [o for o in out if not o.startswith('Starting 2 processes')] == ['[6, 6] True True', 'running', '2 1 True', '[0, 1]']
     assert gone([int(child)])
 
-# ---- failures, and the end of the parent
+# ---- what is refused, what fails, and the end of the parent
 
-def uneven(rank):
-    if rank: return 1
-    xm.rendezvous('never')
+@pytest.mark.parametrize('env,n', [(dict(CPU_NUM_DEVICES='3'), 3), ({}, 8), (dict(CPU_NUM_PROCESSES='4'), 4)], ids=str)
+def test_cores_of_the_environment(monkeypatch, env, n):
+    for k in ('CPU_NUM_DEVICES','CPU_NUM_PROCESSES'): monkeypatch.delenv(k, raising=False)
+    for k,v in env.items(): monkeypatch.setenv(k, v)
+    assert TPUPool().n_cores==n
 
-@pytest.mark.slow
-def test_uneven_replicas_fail_in_seconds(pool):
-    pool.run(pid)
-    old,start = pids(pool),time.time()
-    with pytest.raises(LaunchError, match='(?s)rank 1, which has returned') as e: pool.run(uneven)
-    assert e.value.rank == 0 and time.time()-start < 5 and gone(old, 1)
-    assert [o[0] for o in pool.run(step, 1.)]==[[6.,9.]]*2, 'new ones can do collectives'
+def test_errors_before_anything_starts(monkeypatch):
+    before = of_pools()
+    with pytest.raises(ValueError, match='`n_cores` must be a whole number, at least 1, or None. Got 0'): tpu_launch(print, n_cores=0)
+    with pytest.raises(TypeError, match=r"args\[1\]\['file'\] cannot be sent to or from a rank"): tpu_launch(print, 1, dict(a=1, file=(o for o in ())), n_cores=2)
+    for kind in ('TPU','NEURON'):
+        monkeypatch.setenv('PJRT_DEVICE', kind)
+        with pytest.raises(ValueError, match=f'PJRT_DEVICE={kind}, but no TPU chip was found: set PJRT_DEVICE=CPU for virtual cores, and restart Python'): tpu_launch(print)
+    assert of_pools() == before
+
+def test_cores_of_a_tpu(monkeypatch):
+    "by what `layout` sees on TPU machines; the number of processes is torch_xla's own arithmetic"
+    import fastai_xla.runtime.device as device
+    from torch_xla._internal import tpu
+    for o in (launcher, device): monkeypatch.setattr(o, 'device_kind', lambda: 'TPU')
+    def layout(chips, cores, n=None):
+        monkeypatch.setattr(launcher, 'n_cores', lambda: cores)
+        monkeypatch.setattr(tpu, 'num_available_chips', lambda: chips)
+        return launcher.layout(n)
+    for n in (1, 4, 8): assert layout(n, n)==layout(n, n, n)==(n, {}) and layout(n, n, 1)==(1, {})
+    with pytest.raises(ValueError, match='2 cores were asked for, and this TPU has 4: use n_cores=4, or None'): layout(4, 4, 2)
+    with pytest.raises(ValueError, match='8 cores in 4 processes.*without `processes=True`'): layout(4, 8) # a TPU v2 or v3
+
+class Odd(Exception):
+    def __init__(self, a, b): super().__init__(a)
+
+def odd(): raise Odd(1, 2)
+def local():
+    class Mine(Exception): items = (o for o in ())
+    raise Mine('locked')
+
+@pytest.mark.parametrize('f,text,cause', [(odd, 'test_pool.Odd: 1', type(None)), (local, 'Mine: locked', type(None)), (lambda: sys.exit(4), 'SystemExit: 4', SystemExit),
+    (lambda: 1/0, 'in <lambda>.*1/0.*ZeroDivisionError', ZeroDivisionError)], ids='odd local exit zero'.split())
+def test_errors_that_travel(f, text, cause):
+    "with the exception, where it can be pickled both ways"
+    try: f()
+    except BaseException as e: failed = Failed.of(3, e)
+    with pytest.raises(LaunchError, match='(?s)Rank 3 failed.*'+text) as e: raise failed.error()
+    assert e.value.rank == 3 and isinstance(e.value.__cause__, cause)
+
+def launch_with_a_child():
+    "the child is like the worker of a DataLoader"
+    if os.fork()==0: time.sleep(100)
+    tpu_launch(print, n_cores=2)
+
+def fail(rank, how, path):
+    "Rank 1 fails while the parent is busy with a message of rank 0, which has printed more"
+    if rank==0:
+        post(1)
+        for i in range(5): print('epoch', i)
+        path.touch()
+    while not path.exists(): time.sleep(.01)
+    if rank==1: how()
+    time.sleep(100)
+
+@pytest.mark.parametrize('how,text,cause', [(launch_with_a_child, '(?s)Rank 1 failed.*in launch_with_a_child.*RuntimeError: This is a rank already', RuntimeError),
+    (lambda: os.kill(os.getpid(), signal.SIGKILL), 'The process of rank 1 was killed by SIGKILL', type(None)),
+    (os.abort, r'The process of rank 1 was killed by SIGABRT: C\+\+ code gave up.*Fewer cores', type(None))], ids='launch kill abort'.split())
+def test_failures(pool, tmp_path, capsys, how, text, cause):
+    "end all processes, also those that they have started; what was printed before an exception is shown, and the folder of the pool removed"
+    folder,old = pool.run(lambda r: os.environ['FASTAI_XLA_POOL_FOLDER'])[0],pids(pool)
+    assert of_pools() and os.path.exists(folder)
+    start = time.time()
+    with pytest.raises(LaunchError, match=text) as e: pool.run(fail, how, tmp_path/'said', on_message=lambda *_: time.sleep(.5))
+    assert time.time()-start < 10 and not pool.is_open and not os.path.exists(folder)
+    assert e.value.rank == 1 and isinstance(e.value.__cause__, cause)
+    if cause is RuntimeError: assert capsys.readouterr().out.splitlines()[-5:] == [f'epoch {i}' for i in range(5)]
+    assert gone(old, 1) and not of_pools()
+
+def test_a_result_that_cannot_be_sent():
+    with TPUPool(1) as p:
+        assert p.run(lambda r: (r, world_size())) == [(0,1)]
+        with pytest.raises(LaunchError, match=r"(?s)result\[1\] cannot be sent to or from a rank.*generator"): p.run(lambda r: [1, (o for o in ())])
+
+script = '''
+import os, sys, traceback
+from fastai_xla.launch import *
+class Point:
+    def __init__(self, x): self.x = x
+    def __eq__(self, o): return isinstance(o, Point) and self.x==o.x
+scale = 10
+def add(rank, p): return Point(p.x*scale + rank)
+def boom(rank):
+    if rank==1: raise ValueError('boom')
+try: tpu_launch(boom, n_cores=2)
+except LaunchError: traceback.print_exc()
+pool = TPUPool(2)
+res = pool.run(add, Point(2))
+print(res == [Point(20), Point(21)], type(res[0]) is Point)
+print(pool.run(lambda rank, *a: (rank, a, sys.argv[1:]), 1, 'b'))
+print(pool.run(lambda rank: os.getpid())[0])'''
+
+def test_script_without_a_guard(tmp_path):
+    "it fails, goes on, and ends with a pool that is open"
+    (tmp_path/'script.py').write_text(script)
+    res = run(tmp_path/'script.py', '--flag', PYTHONPATH=str(repo))
+    *out,child = res.stdout.splitlines()
+    assert out == ['True True', "[(0, (1, 'b'), ['--flag']), (1, (1, 'b'), ['--flag'])]"], res.stderr
+    assert 'Rank 1 failed' in res.stderr and "if rank==1: raise ValueError('boom')" in res.stderr and res.stderr.strip().endswith('ValueError: boom')
+    assert not psutil.pid_exists(int(child))
 
 def test_idle_pool_that_was_killed_is_replaced(pool):
     old = pool.run(pid)
@@ -325,52 +394,12 @@ class Processes(TPUPool):
             m.setattr(launcher, 'start_process', lambda i, n, env, start=launcher.start_process: start(i, n, dict(env, TEST_RANK=str(n-1-i))))
             super()._ensure_started(signals)
 
-@pytest.fixture(scope='module')
-def procs(tmp_path_factory):
-    with Processes(2, tmp_path_factory.mktemp('site')) as p: yield p
-
-def test_processes_in_rank_order(procs):
+def test_processes_in_rank_order(tmp_path):
     got = []
-    res = procs.run(lambda r: (r, os.getpid(), post(r)), on_message=lambda rank, msg: got.append((rank,msg)))
-    assert [o[0] for o in res] == [0,1] and sorted(got) == [(0,0),(1,1)]
-    assert {o[1] for o in res} == set(pids(procs))
-    assert [o[1] for o in procs.run(lambda r: (r, os.getpid()))] == [o[1] for o in res]
-
-def test_large_tensor_is_shared_between_processes(procs):
-    t = torch.ones(15_000_000)
-    res = procs.run(lambda r, t: float((t.add_(1) if r==0 else t).sum()), t)
-    assert res == [30e6,15e6] and t.is_shared() and t[0]==1
-
-def test_stop_is_agreed_between_processes(procs):
-    with pytest.raises(LaunchInterrupt) as e: procs.run(poll, on_message=interrupt)
-    assert len(set(e.value.results))==1 and procs.is_open
-
-def last_words(r, path):
-    if r==0:
-        post(1)
-        for i in range(5): print('epoch', i)
-        path.touch()
-    while not path.exists(): time.sleep(.01)
-    if r==1: 1/0
-    time.sleep(60)
-
-def test_what_was_printed_before_a_failure_is_shown(procs, tmp_path, capsys):
-    "rank 1 fails while the parent is busy with a message of rank 0"
-    procs.run(pid)
-    old,start = pids(procs),time.time()
-    with pytest.raises(LaunchError, match='ZeroDivisionError') as e: procs.run(last_words, tmp_path/'said', on_message=lambda *_: time.sleep(.5))
-    assert e.value.rank==1 and capsys.readouterr().out.splitlines() == [f'epoch {i}' for i in range(5)]
-    assert time.time()-start<20 and gone(old, 1)
-
-@pytest.mark.slow
-def test_one_of_several_processes_dies(procs):
-    def die(r):
-        if r==1: os._exit(3)
-        time.sleep(60)
-    procs.run(pid)
-    old,start = pids(procs),time.time()
-    with pytest.raises(LaunchError, match='The process of rank 1 ended with exit code 3') as e: procs.run(die)
-    assert e.value.rank==1 and time.time()-start<5 and gone(old, 1)
+    with Processes(2, tmp_path) as procs:
+        res = procs.run(lambda r: (r, os.getpid(), post(r)), on_message=lambda *msg: got.append(msg))
+        assert [o[0] for o in res] == [0,1] and sorted(got) == [(0,0),(1,1)]
+        assert [o[1] for o in procs.run(lambda r: (r, os.getpid()))] == [o[1] for o in res] == pids(procs)[::-1]
 
 @pytest.mark.slow
 def test_processes_that_do_not_form_a_group(tmp_path):

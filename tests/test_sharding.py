@@ -5,7 +5,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 import pytest
-from cases import Groups
+from cases import Groups, near, pieces, same
 
 groups = Groups(__file__, lambda: dict(CPU_NUM_DEVICES=None, MPLBACKEND='Agg'))
 case = groups.case
@@ -49,18 +49,6 @@ def quiet(l, learn, f, *args, **kwargs):
     l.set_seed(7)
     with learn.no_bar(),learn.no_logging(): return f(*args, **kwargs)
 
-def near(l, a, b, tol=2e-5):
-    "Assert that two nests of tensors and numbers agree"
-    a,b = l.leaves(a),l.leaves(b)
-    assert a.keys()==b.keys()
-    far = {k: abs(a[k]-b[k]).max(initial=0) for k in a if not abs(a[k]-b[k]).max(initial=0)<=tol}
-    assert not far, far
-
-def same(l, plain, learn, tol=2e-5):
-    "Assert that two Learners have equal weights, optimizer state and history"
-    near(l, [plain.model.state_dict(), plain.opt.state_dict()['state'], list(plain.recorder.losses), list(plain.recorder.values)],
-         [learn.model.state_dict(), learn.opt.state_dict()['state'], list(learn.recorder.losses), list(learn.recorder.values)], tol)
-
 def both(f, mk=tiny, tol=2e-5, **kwargs):
     "Run `f` on a plain Learner and on its sharded twin: `lib, plain, sharded`, after asserting that they are equal"
     l = lib()
@@ -68,10 +56,8 @@ def both(f, mk=tiny, tol=2e-5, **kwargs):
     quiet(l, plain, f, plain)
     learn = mk(l).to_tpu_sharded(**(kwargs or dict(fsdp=8)))
     quiet(l, learn, f, learn)
-    same(l, plain, learn, tol)
+    same(plain, learn, tol)
     return l,plain,learn
-
-def pieces(l, t): return [tuple(o[0].shape) for o in l.X._get_local_shards([t.detach()])[0]]
 
 def share(l, ts):
     "The part of the bytes of `ts` that the fullest core has, from the real pieces"
@@ -85,36 +71,22 @@ def state_tensors(l, opt): return [v for s in opt.state.values() for v in s.valu
 def is_spread(l, learn):
     "Assert that the large parameter and its state are in 8 pieces"
     w = learn.model[0][0].weight
-    assert pieces(l, w)==[(8,16)]*8
+    assert pieces(w)==[(8,16)]*8
     for k,v in learn.opt.state.get(w, {}).items():
-        if isinstance(v, l.torch.Tensor): assert pieces(l, v)==[(8,16)]*8, k
+        if isinstance(v, l.torch.Tensor): assert pieces(v)==[(8,16)]*8, k
 
 # Equal to one device
-
-def parity(name, opt, **kwargs):
-    l = lib()
-    mk = partial(l.MODELS[name], opt_func=l.OPTS[opt])
-    learn = mk().to_tpu_sharded(**kwargs)
-    got = l.outcome(learn, l.LRS[opt])
-    l.assert_same(got, l.outcome(mk(), l.LRS[opt]), l.TOLS[name])
-    return l,learn
 
 everything = [('', 'fsdp', 1)]
 
 @case('parity')
 def vit_with_adam_over_8():
-    l,learn = parity('vit', 'Adam', fsdp=8, rules=everything)
-    assert share(l, list(learn.model.parameters()))<=1.05/8
+    l = lib()
+    mk = partial(l.MODELS['vit'], opt_func=l.OPTS['Adam'])
+    learn = mk().to_tpu_sharded(fsdp=8, rules=everything)
+    l.assert_same(l.outcome(learn, l.LRS['Adam']), l.outcome(mk(), l.LRS['Adam']), l.TOLS['vit'])
     assert share(l, state_tensors(l, learn.opt))<=1.05/8
-    assert learn.sharding.device_nbytes/learn.sharding.nbytes==share(l, list(learn.model.parameters()))
-
-@case('parity')
-def cnn_with_sgd_over_2_by_4(): parity('cnn', 'SGD', replica=2, fsdp=4, rules=everything)
-
-@case('parity')
-def tabular_with_wrapped_adamw_data_parallel():
-    l,learn = parity('tabular', 'AdamW', fsdp=1)
-    assert share(l, list(learn.model.parameters()))==1
+    assert learn.sharding.device_nbytes/learn.sharding.nbytes==share(l, list(learn.model.parameters()))<=1.05/8
 
 # Methods
 
@@ -131,19 +103,13 @@ def fit_and_its_relatives():
     assert not any(m._forward_hooks for m in learn.model.modules())
 
 @case('methods')
-def predictions():
-    l,plain,learn = both(lambda o: o.fit(1, 1e-2))
-    for f in ('validate','get_preds'): near(l, quiet(l, plain, getattr(plain, f)), quiet(l, learn, getattr(learn, f)))
-    near(l, quiet(l, plain, partial(plain.get_preds, with_input=True, with_loss=True)), quiet(l, learn, partial(learn.get_preds, with_input=True, with_loss=True)))
-
-@case('methods')
 def lr_find():
     l,plain,learn = both(lambda o: o.fit(1, 1e-2))
     ps = list(learn.model.parameters())
     for o in (plain, learn): quiet(l, o, o.lr_find, num_it=5, show_plot=False)
     assert all(p is q for p,q in zip(ps, learn.model.parameters()))
-    near(l, list(plain.recorder.losses), list(learn.recorder.losses))
-    near(l, plain.model.state_dict(), learn.model.state_dict())
+    near(list(plain.recorder.losses), list(learn.recorder.losses))
+    near(plain.model.state_dict(), learn.model.state_dict())
     is_spread(l, learn)
 
 @case('methods')
@@ -154,31 +120,18 @@ def save_and_load():
     n = len(learn.model.state_dict())+len(state_tensors(l, learn.opt))
     d = l.xla_counts()-before
     assert (d.compiles,d.executions)==(0,0) and d.reads<=n, d
-    near(l, l.torch.load(f, weights_only=False)['model'], plain.model.state_dict())
+    near(l.torch.load(f, weights_only=False)['model'], plain.model.state_dict())
     other = tiny(l).load('m')
     for o in (plain, other, learn):
         quiet(l, o, o.fit, 1, 1e-2)
-    same(l, plain, other)
-    same(l, plain, learn)
+    same(plain, other)
+    same(plain, learn)
     ps = list(learn.model.parameters())
     learn.load('m')
     assert all(p is q for p,q in zip(ps, learn.model.parameters()))
     is_spread(l, learn)
     quiet(l, learn, learn.fit, 1, 1e-2)
-    near(l, plain.model.state_dict(), learn.model.state_dict())
-    is_spread(l, learn)
-
-@case('methods')
-def callbacks():
-    "MixUp, accumulation over 20 samples, clipping"
-    both(lambda o: o.fit(2, 1e-2, cbs=[lib().MixUp(.4), lib().GradientAccumulation(20), lib().GradientClip(.1)]))
-
-@case('methods')
-def trackers():
-    def f(learn):
-        l = lib()
-        learn.fit(4, .1, cbs=[l.EarlyStoppingCallback(patience=1), l.SaveModelCallback(fname='best')])
-    l,plain,learn = both(f, tol=2e-4)
+    near(plain.model.state_dict(), learn.model.state_dict())
     is_spread(l, learn)
 
 @case('methods')
@@ -204,14 +157,13 @@ def padding_stays_out_of_a_batchnorm_in_training():
     both(lambda o: o.fit(2, 1e-2, cbs=StaysInTraining()))
 
 @case('methods')
-def other_norms_and_torch_xlas():
+def other_norms():
     def mk(l):
         learn = tiny(l)
         learn.model[0] = l.nn.Sequential(l.nn.Linear(16,64,bias=False), l.nn.BatchNorm1d(64), l.nn.LayerNorm(64), l.nn.Unflatten(1, (8,8)), l.nn.GroupNorm(4,8), l.nn.Flatten())
         learn.create_opt()
         return learn
     both(lambda o: o.fit(1, 1e-2), mk)
-    both(lambda o: o.fit(1, 1e-2), mk, partition_norms=False)
 
 @case('methods')
 def token_ids_and_small_batches():
@@ -226,18 +178,14 @@ def token_ids_and_small_batches():
         return l.Learner(dls, model, loss_func=l.CrossEntropyLossFlat(), metrics=l.accuracy)
     with pytest.warns(UserWarning, match='bs=12 samples does not divide by 8 cores.*choose bs=16'):
         l,plain,learn = both(lambda o: o.fit(2, 1e-2), mk)
-    near(l, quiet(l, plain, plain.get_preds), quiet(l, learn, learn.get_preds))
+    near(quiet(l, plain, plain.get_preds), quiet(l, learn, learn.get_preds))
     seen = []
     class Seen(l.Callback):
         order = -100
-        def before_batch(self): seen.append([pieces(l, t) for t in (self.x, self.y)])
+        def before_batch(self): seen.append([pieces(t) for t in (self.x, self.y)])
     quiet(l, learn, learn.fit, 1, cbs=Seen())
     assert seen[0]==[[(2,6)]*8, [(2,)]*8]
     assert seen[2]==[[(6,6)]*8, [(6,)]*8], 'fewer samples than cores'
-
-@case('methods')
-def lookahead():
-    l,_,learn = both(lambda o: o.fit(3, 1e-2), lambda l: tiny(l, opt_func=l.ranger))
 
 @case('methods')
 def detach_and_other_meshes():
@@ -248,25 +196,25 @@ def detach_and_other_meshes():
     assert (l.xla_counts()-before).compiles==0
     for mesh,want in ((dict(replica=2, fsdp=4), (16,16)), (dict(fsdp=1), (64,16)), (dict(fsdp=2, model=2, rules=[('0.0.weight', (('model','fsdp'),None))]), (16,16))):
         with learn.tpu_sharded_ctx(**mesh):
-            assert pieces(l, learn.model[0][0].weight)==[want]*8
+            assert pieces(learn.model[0][0].weight)==[want]*8
             for o in (plain, learn): quiet(l, o, f, o)
         assert {p.device.type for p in learn.model.parameters()}=={'cpu'} and not hasattr(learn, 'tpu_sharded_trainer')
-        same(l, plain, learn, 5e-5)
+        same(plain, learn, 5e-5)
     learn.to_tpu_sharded(fsdp=8).to_tpu_sharded(replica=2)
-    assert pieces(l, learn.model[0][0].weight)==[(16,16)]*8
+    assert pieces(learn.model[0][0].weight)==[(16,16)]*8
 
 @case('methods')
 def images_predict_tta_export():
     def mk(l): return l.cnn()
     def f(learn): learn.fit(1, 1e-2)
     l,plain,learn = both(f, mk, replica=2, rules=everything)
-    near(l, quiet(l, plain, plain.tta, n=1), quiet(l, learn, learn.tta, n=1))
+    near(quiet(l, plain, plain.tta, n=1), quiet(l, learn, learn.tta, n=1))
     item = plain.dls.valid.items[0]
-    near(l, quiet(l, plain, plain.predict, item)[1:], quiet(l, learn, learn.predict, item)[1:])
+    near(quiet(l, plain, plain.predict, item)[1:], quiet(l, learn, learn.predict, item)[1:])
     learn.export('e.pkl')
     assert b'xla' not in Path('e.pkl').read_bytes()
-    near(l, quiet(l, plain, plain.predict, item)[1:], quiet(l, plain, l.load_learner('e.pkl').predict, item)[1:])
-    assert pieces(l, learn.model[1].weight)==[(4,4)]*8
+    near(quiet(l, plain, plain.predict, item)[1:], quiet(l, plain, l.load_learner('e.pkl').predict, item)[1:])
+    assert pieces(learn.model[1].weight)==[(4,4)]*8
 
 def augmented(l):
     "A Learner of images with batch transforms"
@@ -274,18 +222,6 @@ def augmented(l):
     l.set_seed(1)
     learn.dls = l.image_dls(batch_tfms=[*l.aug_transforms(), l.Normalize.from_stats(*l.imagenet_stats)])
     return learn
-
-@case('methods')
-def augmentation_on_the_device():
-    l,_,learn = both(lambda o: o.fit(1, 1e-2), augmented, tol=2e-4, fsdp=1)
-    assert {place for _,place,*_ in learn.tfm_placement.rows}=={'device'}
-
-@case('methods')
-def copies():
-    from copy import deepcopy
-    l,plain,learn = both(lambda o: o.fit(1, 1e-2))
-    near(l, deepcopy(learn).model.state_dict(), plain.model.state_dict())
-    is_spread(l, learn)
 
 @case('methods')
 def refused_afterwards():
@@ -306,9 +242,9 @@ def pretend_hosts(hosts):
     "One program gives the devices of this process to several hosts in name, of each the ordinals of its own, and does what each would"
     from fastai_xla.patches.registry import Loans
     from fastai_xla.sharding import trainer
-    from fastai_xla.sharding.rules import HostLayout
+    from fastai_xla.sharding.mesh import HostLayout
     with Loans() as loans:
-        loans.put(trainer, 'slice_layout', lambda: HostLayout(tuple(hosts), tuple(range(len(hosts)))).check())
+        loans.put(trainer, 'slice_layout', lambda: HostLayout(tuple(hosts), tuple(range(len(hosts)))))
         yield
 
 def on_two_hosts(f, mk=tiny, tol=2e-5, **kwargs):
@@ -325,9 +261,9 @@ def two_hosts_are_as_one():
     l = lib()
     mk = partial(tiny, n=21, metrics=[l.accuracy, l.F1Score(average='macro')])
     l,plain,learn = on_two_hosts(lambda o: o.fit(2, 1e-2), mk, replica=2, fsdp=4)
-    near(l, *[quiet(l, o, partial(o.get_preds, with_input=True, with_loss=True)) for o in (plain, learn)])
+    near(*[quiet(l, o, partial(o.get_preds, with_input=True, with_loss=True)) for o in (plain, learn)])
     for o in (plain, learn): quiet(l, o, o.lr_find, num_it=5, show_plot=False)
-    near(l, list(plain.recorder.losses), list(learn.recorder.losses))
+    near(list(plain.recorder.losses), list(learn.recorder.losses))
     on_two_hosts(lambda o: o.fit(1, 1e-2), partial(tiny, n=16, n_valid=16), fsdp=2, model=4, rules=[('0.0.weight', (('model','fsdp'),None))])
 
 @case('methods')
@@ -369,12 +305,10 @@ def what_is_spread_over_hosts_is_read_by_a_program_that_is_kept():
     from fastai_xla.runtime.ranks import gathered
     l = lib()
     with pretend_hosts(blocks_of_two): learn = tiny(l).to_tpu_sharded(fsdp=8)
-    ws,want = [learn.model[0][0].weight.detach()],learn.model[0][0].weight.cpu()
-    gathered(ws)
+    w = learn.model[0][0].weight.detach()
+    gathered([w])
     before = l.xla_counts()
-    assert l.torch.equal(gathered(ws)[0], want)
-    assert (l.xla_counts()-before).compiles==0
-    assert pieces(l, ws[0])==[(8,16)]*8
+    assert l.torch.equal(gathered([w])[0], w.cpu()) and (l.xla_counts()-before).compiles==0 and pieces(w)==[(8,16)]*8
 
 @case('methods')
 def two_hosts_write_a_checkpoint_by_parts():
@@ -409,7 +343,7 @@ def two_hosts_write_a_checkpoint_by_parts():
     assert any(o.startswith('host001-') for o in files) and any(o.startswith('shard-') for o in files)
     for to in (lambda o: o.to_tpu_sharded(fsdp=8), lambda o: o):
         other = to(tiny(l)).load_sharded(Path('parts/m').absolute())
-        near(l, [learn.model.state_dict(), learn.opt.state_dict()['state']], [other.model.state_dict(), other.opt.state_dict()['state']], 0)
+        near([learn.model.state_dict(), learn.opt.state_dict()['state']], [other.model.state_dict(), other.opt.state_dict()['state']], 0)
 
 @case('methods')
 def two_hosts_go_on_at_a_checkpoint():
@@ -425,7 +359,7 @@ def two_hosts_go_on_at_a_checkpoint():
     with pytest.raises(KeyboardInterrupt): quiet(l, learn, learn.fit, 2, 1e-2, cbs=[l.TPUCheckpoint('run', every=4), Dies()])
     learn = mk()
     quiet(l, learn, learn.fit, 2, 1e-2, cbs=l.resume_from('run', every=4))
-    same(l, whole, learn, 0)
+    same(whole, learn, 0)
 
 @case('methods')
 def texts_on_several_hosts():
@@ -455,7 +389,7 @@ def fits(learn):
 def checkpointing_and_scan_equal_plain_training():
     for kwargs in (dict(grad_ckpt=True), dict(scan=True)):
         l,plain,learn = both(fits, deep, fsdp=8, rules=everything, **kwargs)
-        near(l, quiet(l, plain, plain.get_preds), quiet(l, learn, learn.get_preds))
+        near(quiet(l, plain, plain.get_preds), quiet(l, learn, learn.get_preds))
         assert not any('forward' in vars(m) for m in learn.model.modules())
         assert share(l, list(learn.model.parameters()))<=1.05/8
         assert share(l, state_tensors(l, learn.opt))<=1.05/8
@@ -487,29 +421,22 @@ def created_on_the_cores():
     later.create_opt()
     assert all(p.is_meta for p in later.model.parameters())
     learn = later.to_tpu_sharded(fsdp=8, rules=everything)
-    near(l, whole.model.state_dict(), learn.model.state_dict(), 0)
+    near(whole.model.state_dict(), learn.model.state_dict(), 0)
     assert share(l, list(learn.model.parameters()))<=1.05/8
     for o in (whole, learn): quiet(l, o, o.fit, 1, 1e-2)
-    same(l, whole, learn)
+    same(whole, learn)
 
 # Counts
 
 @case('parity')
 def steady_epoch():
     l = lib()
-    for mk,kwargs in ((l.vit, dict(fsdp=8)), (l.cnn, dict(fsdp=1)), (l.cnn, dict(replica=2, rules=everything))):
+    for mk,kwargs in ((l.vit, dict(fsdp=8)), (l.cnn, dict(replica=2, rules=everything))):
         learn,cb = mk().to_tpu_sharded(fetch_every=1e9, **kwargs),l.BatchCounts()
         quiet(l, learn, learn.fit, 2, 1e-3, cbs=cb)
         c,e = cb.batches[1],cb.epochs[1]
         assert (c.compiles,c.reads,c.fallbacks,c.executions)==(0,0,{},cb.n_batches), c
         assert e.compiles==0 and e.reads<=2, e
-
-@case('parity')
-def bf16():
-    l = lib()
-    learn = tiny(l).to_bf16().to_tpu_sharded(fsdp=8)
-    quiet(l, learn, learn.fit, 2, 1e-2)
-    assert learn.recorder.losses[-1]<learn.recorder.losses[0]
 
 # The compiled program
 
@@ -546,15 +473,6 @@ def data_parallel_gathers_nothing():
     assert gathers==[] and reduces
 
 @case('hlo')
-def torch_xlas_norms_gather_activations():
-    "so that the tests here can fail"
-    _,gathers,_ = step(lambda l: l.cnn(), fsdp=1, partition_norms=False)
-    assert [8,8,12,12] in gathers
-
-@case('hlo')
-def data_parallel_vit_gathers_nothing(): assert step(lambda l: l.vit(), fsdp=1)[1]==[]
-
-@case('hlo')
 def fsdp_gathers_parameters_alone():
     "once for the forward pass and once for the backward; without marks on what blocks return it gathers three times as much, images too"
     import math
@@ -579,7 +497,7 @@ def one_core():
     l,plain,learn = both(lambda o: o.fit(2, 1e-2), rules=[])
     assert learn.tpu_sharded_trainer.mesh==dict(replica=1, fsdp=1)
     assert {o.spec for o in learn.sharding}=={()}
-    near(l, quiet(l, plain, plain.get_preds), quiet(l, learn, learn.get_preds))
+    near(quiet(l, plain, plain.get_preds), quiet(l, learn, learn.get_preds))
 
 # In a process that is not turned to SPMD
 
@@ -602,50 +520,6 @@ def refused_when_the_device_was_used():
     with pytest.raises(RuntimeError, match='has used the XLA device.*cannot switch to all cores.*restart Python'): learn.to_tpu_sharded(fsdp=2)
     assert not torch_xla.runtime.is_spmd() and learn.tpu_trainer in learn.cbs
     with learn.no_bar(),learn.no_logging(): learn.fit(1)
-
-# Which host has what, reads what and writes what
-
-def meshes(n):
-    "Some meshes of `n` cores"
-    yield dict(replica=1, fsdp=n)
-    yield dict(replica=n, fsdp=1)
-    yield dict(replica=n//4, fsdp=4)
-    yield dict(replica=2, fsdp=n//8, model=4)
-    yield dict(replica=1, fsdp=2, model=n//2)
-
-@pytest.mark.parametrize('n_hosts', [2, 3, 4, 8, 32, 64])
-def test_hosts_share_samples_and_pieces(n_hosts):
-    "Whatever the mesh, hosts have together what one process has, in its order and once each, unless their cores have the same samples"
-    import numpy as np
-    from fastai_xla.sharding.loader import HostShare
-    from fastai_xla.sharding.rules import device_span, host_span
-    n = 4*n_hosts
-    for sizes in meshes(n):
-        n_data = sizes['replica']*sizes['fsdp']
-        if np.prod(list(sizes.values()))!=n: continue
-        for bs,n_samples in ((2*n, 4*n+3), (n, n+1), (n+4, 3*n), (n, n-1)):
-            for pad in (False, True):
-                shares = [HostShare(n_samples, bs, partial(host_span, h, n_hosts, n_data=n_data, n_devices=n), pad) for h in range(n_hosts)]
-                for i,m in enumerate(shares[0].sizes):
-                    size,got = bs if pad else m,[]
-                    for h,s in enumerate(shares):
-                        start,end = host_span(h, n_hosts, size, n_data, n)
-                        assert (start,end)==(device_span(4*h, size, n_data, n)[0], device_span(4*h+3, size, n_data, n)[1]) and s.starts[i]==min(start, m)
-                        own = [*range(min(start, m), min(end, m))]
-                        assert s.idxs[i*s.most:][:len(own)].tolist()==[i*bs+o for o in own], 'it reads what it has'
-                        got += own
-                    assert sorted(set(got))==list(range(m)), 'each sample somewhere'
-                    if n_data>=n_hosts: assert got==list(range(m)), 'in order, once'
-                for s in shares:
-                    last = len(s.idxs)-s.most*(len(s.sizes)-1)
-                    assert 1<=last<=s.most, 'in batches of one size but for the last, as loaders deal them out'
-        group = sizes['fsdp']*n//n_data # cores that have a copy together
-        if group<=4: assert all(p//group*group//4==p//4 for p in range(n)), 'they are on one host'
-        for shape,spec in (((4*n,6), (('replica','fsdp'),None)), ((6,4*n+3), (None,'fsdp')), ((5,), ())):
-            count = np.zeros(shape, int)
-            for h in range(n_hosts):
-                for piece in host_pieces(shape, spec, sizes, h, n_hosts): count[tuple(slice(*o) for o in piece)] += 1
-            assert (count==1).all()
 
 @pytest.mark.parametrize('group,name', groups.names)
 def test_case(group, name): groups.check(group, name)

@@ -4,7 +4,7 @@ from shutil import rmtree
 import pytest
 from fastai_xla.checkpoint.storage import CheckpointManager
 from forks import Forked
-from fresh import repo, run, run_ok
+from fresh import repo, run
 
 pytestmark = pytest.mark.slow
 
@@ -52,16 +52,6 @@ def test_killed_and_resumed(tmp_path):
     res = run(*args, '--ckpt_dir', tmp_path/'whole', '--no_resume', **env)
     assert res.returncode and 'FileExistsError' in res.stderr
 
-def test_an_epoch_without_a_checkpoint(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(repo/'examples'))
-    from vit_fsdp import go_back
-    for o in (3, 7): (tmp_path/f'fit00-epoch{o:04}-batch0000004').mkdir()
-    with pytest.raises(FileNotFoundError, match='no checkpoint after epoch 2, but fit00-epoch0003-batch0000004, fit00-epoch0007-batch0000004'): go_back(tmp_path, 2, 4)
-    go_back(tmp_path, 4, 4)
-    assert [o.name for o in tmp_path.iterdir()]==['fit00-epoch0003-batch0000004']
-
-def timed(out): return [float(o) for o in re.findall(r'sec/iter: ([\d.]+)', out)]
-
 def test_flags_of_the_wrapper_and_one_block(tmp_path):
     "`--flatten_parameters` and `--no_reshard_after_forward` are the original's, and change nothing here"
     small = '--num_blocks', 2, '--num_epochs', 1, '--fsdp', 2
@@ -71,20 +61,6 @@ def test_flags_of_the_wrapper_and_one_block(tmp_path):
     one = train(tmp_path/'one', '--num_blocks', 1, '--num_epochs', 1)
     assert 'One block has no neighbour like it' in one and len(epoch(one, 1))==3
 
-def test_programs_of_a_step_that_is_cut(tmp_path):
-    "The forward pass is a program of its own, and the rest of the step another"
-    out = run_ok(f"""
-        import sys
-        sys.path.insert(0, {str(repo/'examples')!r})
-        from vit_fsdp import *
-        def executions(*flags):
-            learn = get_learner(parser().parse_args([{', '.join(repr(str(o)) for o in args[1:])}, '--num_blocks', '2', '--fsdp', '2', '--ckpt_dir', {str(tmp_path)!r}, *flags]))
-            with learn.no_bar(): learn.fit(2, 1e-3, cbs=(stats := XLAStats()))
-            last = stats.steps[-6:] # one may be counted a step late
-            return round(sum(o.executions for o in last)/len(last))
-        print(executions(), executions('--mark_step_after_forward'))""", **env)
-    assert out.endswith('1 2'), out
-
 def test_sizes_that_cannot_be(tmp_path):
     for flags,msg in ((('--batch_size', 0), '--batch_size: it must be a whole number, at least 1. Got'), (('--num_blocks', 0), '--num_blocks: it must be'),
                       (('--num_blocks', 1, '--scan'), '--scan needs --num_blocks 2 or more'),
@@ -92,15 +68,3 @@ def test_sizes_that_cannot_be(tmp_path):
         res = run(*args, '--ckpt_dir', tmp_path, *flags, **env)
         assert res.returncode and msg in res.stderr and 'Traceback' not in res.stderr, res.stderr
 
-def test_speed_is_that_of_training(monkeypatch):
-    "A second of validation is no part of sec/iter"
-    monkeypatch.syspath_prepend(str(repo/'examples'))
-    from vit_fsdp import LogSteps
-    from fastai.basics import Callback
-    from fastai.test_utils import synth_learner
-    import contextlib, io, time
-    class Slow(Callback):
-        def after_validate(self): time.sleep(1)
-    learn = synth_learner(n_trn=6, cbs=[LogSteps(2, 0), Slow()])
-    with contextlib.redirect_stdout(io.StringIO()) as out, learn.no_bar(), learn.no_logging(): learn.fit(2)
-    assert len(timed(out.getvalue()))==5 and max(timed(out.getvalue()))<.3

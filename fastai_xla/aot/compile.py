@@ -22,7 +22,7 @@ from ..patches.learner import xla_callbacks
 from ..train.trainer import is_one_sample
 from ..train.move import is_display
 from ..launch.launcher import pack_run
-from ..distributed.state import without_cbs
+from ..distributed.learner import without_cbs
 from ..distributed.learner import TPUPoolTrainer
 from ..checkpoint.callback import TPUCheckpoint
 from .plan import tpu_slice
@@ -82,7 +82,7 @@ def strategy_options(learn, strategy, n):
     if own=='distributed': return dict(batch_tfms=cb.batch_tfms, sync_bn=cb.sync_bn)
     if own=='tpu': return dict(batch_tfms=cb.batch_tfms)
     runner = dict(scan=cb.runner.scan, grad_ckpt=not cb.runner.scan) if cb.runner else {}
-    return {**dict(batch_tfms=cb.batch_tfms, rules=cb.rules, partition_norms=cb.partition_norms), **runner, **(cb.mesh if cb.mesh.n==n else {})}
+    return {**dict(batch_tfms=cb.batch_tfms, rules=cb.rules), **runner, **(cb.mesh if cb.mesh.n==n else {})}
 
 # %% ../../nbs/950_aot.compile.ipynb #child
 _not_for_child = 'CPU_NUM_','PJRT_','PT_XLA_DEBUG','TORCHELASTIC_','XLA_PERSISTENT_CACHE','XLA_USE_SPMD' # of devices, logs and a cache that are this process's

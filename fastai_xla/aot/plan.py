@@ -22,7 +22,7 @@ from ..runtime.args import check_bool, check_choice, check_int, check_number, ch
 from ..runtime.doctor import RowTable, size_text
 from ..patches.registry import Loans
 from ..models.blocks import block_runs, BlockRunner, ScannedBlocks
-from ..sharding.rules import infer_sharding, make_mesh, TPUMesh
+from ..sharding.mesh import infer_sharding, make_mesh, TPUMesh
 from ..monitor.throughput import TPU_KINDS
 
 # %% ../../nbs/900_aot.plan.ipynb #slice

@@ -27,8 +27,7 @@ from ..train.trainer import TPUTrainer
 from ..launch.worker import stop_requested
 from ..distributed.progress import StopOnRequest
 from ..distributed.learner import TPUPoolTrainer
-from ..sharding.data_parallel import TPUDataParallelTrainer
-from ..sharding.trainer import TPUShardedTrainer
+from ..sharding.trainer import TPUDataParallelTrainer, TPUShardedTrainer
 from .storage import check_shared, CheckpointManager, DamagedCheckpoint, KeepPolicy, Position, Saved
 from .model import load_state, ModelCopy
 from .train_state import capture_state, check_differences, differences, hypers_of, loader_state, read_state, restore_state, set_loader_state, settings_of

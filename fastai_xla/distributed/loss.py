@@ -41,17 +41,12 @@ def _parts(f):
 
 def _is_mixed(f): return isinstance(o := getattr(f, '__self__', None), MixHandler) and getattr(f, '__func__', None) is MixHandler.lf
 
-def reduction_of(
-    f, # A loss function
-):
-    "'mean', 'sum' or 'none': how `f` makes one number of those of samples, as far as it says"
+def reduction_of(f):
+    "'mean', 'sum' or 'none': how the loss function `f` makes one number of those of samples, as far as it says"
     return getattr(f, 'reduction', None) or _parts(f)[1].get('reduction', 'mean')
 
-def is_sample_mean(
-    f, # A loss function
-    counts:bool=False, # Is one meant that divides by its targets too, which may be other ranks'?
-):
-    "Is the loss `f` known to be a mean over samples?"
+def is_sample_mean(f, counts=False):
+    "Is the loss `f` known to be a mean over samples, or (`counts`) over targets, which may be other ranks'?"
     said = getattr(f, 'is_sample_mean', None)
     if said is not None: return said
     if reduction_of(f)=='sum': return False
@@ -79,15 +74,9 @@ class GatherOfRanks(torch.autograd.Function):
         at, = ctx.saved_tensors
         return None, *(g.index_select(0, at)[0]*world_size() if need else None for g,need in zip(gs, ctx.needs_input_grad[1:]))
 
-def gather_rows(
-    ts:list, # Tensors of this rank's part of a batch
-    at, # A tensor on the device with this rank's number
-    rows:int, # Samples in each; or a tensor has several blocks of as many, such as views of them
-    counts:list, # Samples that count, of each rank: the first ones
-    most:int, # Samples that a rank has at most
-    apart=lambda f: f(), # Runs a function so that its program is the same on all ranks
-):
-    "`ts` of all ranks, as one process would have them"
+def gather_rows(ts, at, rows, counts, most, apart=lambda f: f()):
+    """The tensors `ts` of all ranks' parts of a batch, as one process would have them. Each has `rows` samples here, or blocks of as many, such as views;
+    of rank r the first `counts[r]` count, at most `most`. `at` has this rank's number, `apart` runs a function so that its program is the same on all ranks"""
     n = counts[rank()]
     def _own(t):
         x = t.as_subclass(torch.Tensor)
@@ -239,10 +228,8 @@ class BatchLoss(Callback):
         self.ops.append([((len(t)//max(1, self.rows), self.most, *t.shape[1:]), torch.uint8 if t.dtype==torch.bool else t.dtype) for t in ts])
         return gather_rows(ts, self.at, self.rows, self.counts, self.most, self._apart)
 
-    def join(self,
-        n=None, # How many rounds; None: all that are left
-    ):
-        "Take part in the collectives of the rounds of a validation in which this rank has no batch"
+    def join(self, n=None):
+        "Take part in the collectives of `n` rounds (None: of all that are left) of a validation in which this rank has no batch"
         done = self.n_rounds if self.cancelled else max(len(self.dl), self.n_rounds)
         n = (-(-self.dl.n_total//world_size())-done if n is None else n) if self.active else 0
         self.n_rounds = done+n

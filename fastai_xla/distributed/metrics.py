@@ -13,20 +13,13 @@ from ..runtime.ranks import gather_objects
 from ..train.meters import DeviceMetric, HostQueue
 
 # %% ../../nbs/610_distributed.metrics.ipynb #interleave
-def interleave(
-    parts # A list for each rank
-):
-    "The items of all ranks in the order of one process: first of rank 0, first of rank 1, ..., second of rank 0, ..."
+def interleave(parts):
+    "The items of `parts`, a list for each rank, in the order of one process: first of rank 0, first of rank 1, ..., second of rank 0, ..."
     return [p[i] for i in range(max(map(len, parts))) for p in parts if i<len(p)]
 
 # %% ../../nbs/610_distributed.metrics.ipynb #loss-weight
-def loss_weight(
-    n:int, # Number of samples of this rank
-    total:int, # Number of samples of all ranks
-    world_size:int, # Number of ranks
-    reduction='mean', # Of the loss function
-):
-    "What the loss of one rank is multiplied by, so that the mean over ranks is the loss of one process"
+def loss_weight(n, total, world_size, reduction='mean'):
+    "What the loss of a rank with `n` of `total` samples is multiplied by, so that the mean over ranks is the loss of one process"
     return world_size * (n>0 if reduction=='sum' else n/total)
 
 # %% ../../nbs/610_distributed.metrics.ipynb #kinds
@@ -71,10 +64,8 @@ class Shares(HostQueue):
         if isinstance(meter, DeviceMetric) and meter.synced: _kind(meter).arrived(meter, b)
         else: meter.arrived(*b)
 
-def share_metrics(
-    meters # `DeviceMetric`s, the same on every rank
-):
-    "Make each metric what it would be in one process that has seen the batches of all ranks"
+def share_metrics(meters):
+    "Make each of the `DeviceMetric`s `meters`, the same on every rank, what it would be in one process that has seen the batches of all ranks"
     if not len(meters): return
     kinds = [_kind(m) for m in meters]
     shares = gather_objects([k.share(m) for k,m in zip(kinds, meters)])
@@ -83,10 +74,8 @@ def share_metrics(
 # %% ../../nbs/610_distributed.metrics.ipynb #predictions
 _gathered = 'inputs','preds','targets','losses'
 
-def share_predictions(
-    cbs # `GatherPredsCallback`s, the same on every rank
-):
-    "Make what each of `cbs` has collected that of all ranks"
+def share_predictions(cbs):
+    "Make what each of the `GatherPredsCallback`s `cbs`, the same on every rank, has collected that of all ranks"
     own = [{a: v for a in _gathered if isinstance(v := vars(cb).get(a), list)} for cb in cbs]
     if not own: return
     ranks = gather_objects(own)

@@ -23,11 +23,8 @@ from ..patches.registry import Loans
 from ..launch.worker import post, send_changes, stop_requested
 
 # %% ../../nbs/670_distributed.progress.ipynb #batch
-def shapes_of(
-    b, # Nested tensors
-    n:int, # Number of samples of all ranks
-):
-    "The tensors of `b`, with `n` samples and without values"
+def shapes_of(b, n):
+    "The tensors in `b`, with `n` samples, those of all ranks, and without values"
     return tuple(torch.empty((n, *t.shape[1:]) if t.ndim else (), dtype=t.dtype, device='meta') for t in tensors_of(b))
 
 # %% ../../nbs/670_distributed.progress.ipynb #player

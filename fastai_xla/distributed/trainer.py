@@ -6,7 +6,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/distributed.trainer.html.md"""
 
 # %% auto #0
 __all__ = ['reduce_grads', 'count_inputs_quietly', 'lengthen_lr_find', 'sync_running_stats', 'RankTrainer',
-           'TPUDistributedTrainer', 'ScaledRates', 'GradientReducer', 'named_state', 'differing', 'ReplicasAlike']
+           'TPUDistributedTrainer', 'ScaledRates', 'named_state', 'differing', 'GradientReducer']
 
 # %% ../../nbs/640_distributed.trainer.ipynb #imports
 import warnings
@@ -30,35 +30,25 @@ from .loss import BatchLoss, reduction_of
 from .metrics import loss_weight, share_metrics, share_predictions, Shares
 
 # %% ../../nbs/640_distributed.trainer.ipynb #reduce
-def reduce_grads(
-    ps, # Parameters
-):
-    "Average the gradients of `ps` over all ranks; a rank's shard is reduced already"
+def reduce_grads(ps):
+    "Average the gradients of the parameters `ps` over all ranks"
     grads = [p.grad for p in ps if p.grad is not None and on_xla(p)]
     if world_size()>1 and grads: xm.all_reduce(xm.REDUCE_SUM, grads, scale=1/world_size())
 
 # %% ../../nbs/640_distributed.trainer.ipynb #before
-def count_inputs_quietly(
-    dl # The training DataLoader
-):
+def count_inputs_quietly(dl):
     "Have fastai look at a sample of `dl` while no other replica draws"
     if isinstance(dl, TfmdDL) and dl.indexed and len(dl) and world_size()>1:
         with kept_rng(): dl.n_inp
 
-def lengthen_lr_find(
-    learn,
-    n_cores:int # Of which each has a share of the batches
-):
-    "As many epochs as the iterations of `lr_find` need, if it runs"
+def lengthen_lr_find(learn, n_cores):
+    "As many epochs as the iterations of `lr_find` need, if it runs, where each of `n_cores` has a share of the batches"
     cb = getattr(learn, 'lr_finder', None)
     if cb: learn.n_epoch = max(learn.n_epoch, cb.num_it//max(1, len(learn.dls.train)//n_cores) + 1)
 
 @torch.no_grad()
-def sync_running_stats(
-    model,
-    sync_bn # As for `to_tpu_distributed`
-):
-    "Make BatchNorm's running statistics the same on every rank, where they are not"
+def sync_running_stats(model, sync_bn):
+    "Make BatchNorm's running statistics the same on every rank, where `sync_bn` leaves them different"
     stats = running_stats(model)
     if world_size()==1 or not stats: return
     if sync_bn=='stats': xm.all_reduce(xm.REDUCE_SUM, stats, scale=1/world_size())
@@ -150,7 +140,7 @@ class TPUDistributedTrainer(RankTrainer, TPUTrainer):
     def _is_long(self): return self.dl.n_total//world_size()>=4 # on each rank
 
     def release(self):
-        for cb in self.learn.cbs.filter(lambda o: isinstance(o, (BatchLoss,ReplicasAlike))): cb.stop()
+        for cb in self.learn.cbs.filter(lambda o: isinstance(o, (BatchLoss,GradientReducer))): cb.stop()
         super().release()
 
     def after_train(self):
@@ -172,46 +162,19 @@ class ScaledRates:
     "The learning rates of an optimizer, multiplied for the time of a step"
     def __init__(self): self.lrs = None
 
-    def scale(self,
-        opt, # An optimizer of fastai's
-        n:int, # By how much
-    ):
-        "Multiply the rates of `opt`"
+    def scale(self, opt, n):
+        "Multiply the rates of `opt` by `n`"
         self.lrs = [h['lr'] for h in opt.hypers]
         opt.set_hypers(lr=L(self.lrs).map(lambda o: o*n))
 
-    def restore(self,
-        opt, # As for `scale`
-    ):
+    def restore(self, opt):
         "Give `opt` the rates that it had, if they were multiplied"
         if self.lrs: opt.set_hypers(lr=L(self.lrs))
         self.lrs = None
 
-class GradientReducer(Callback):
-    "Average the gradients of all ranks before a step"
-    order,run_valid = GradientAccumulation.order+1,False
-    def __init__(self,
-        scale_lr:bool=False # Multiply the learning rate of the step by the number of ranks?
-    ): self.scale_lr,self.rates = check_bool('scale_lr', scale_lr),ScaledRates()
-
-    def reduce(self):
-        "Average the gradients"
-        self.tpu_distributed_trainer.align()
-        reduce_grads([p for p,*_ in self.opt.all_params(with_grad=True)])
-
-    def before_step(self):
-        self.reduce()
-        if self.scale_lr: self.rates.scale(self.opt, world_size())
-
-    def after_step(self): self.rates.restore(self.opt)
-
-    def after_cancel_step(self): self.after_step()
-
 # %% ../../nbs/640_distributed.trainer.ipynb #checksums
-def named_state(
-    learn, # A Learner
-):
-    "`{name: tensor}` of its parameters, those of its loss, and what its optimizer keeps of them; without shards"
+def named_state(learn):
+    "`{name: tensor}` of a Learner's parameters, those of its loss, and what its optimizer keeps of them; without shards"
     names = {id(p): ('' if i==0 else 'loss_func.')+n for i,m in reversed([*enumerate(learner_modules(learn))]) for n,p in m.named_parameters()}
     ps = {id(p): p for m in learner_modules(learn) for p in m.parameters()}
     res = {n: ps[i] for i,n in names.items()}
@@ -219,38 +182,45 @@ def named_state(
     return {n: t for n,t in res.items() if on_xla(t)}
 
 @torch.no_grad()
-def differing(
-    ts:dict, # Tensors by name
-):
-    "Names of those of `ts` whose checksums differ from rank to rank; every rank must call this"
+def differing(ts):
+    "Names of those of `ts`, tensors by name, whose checksums differ from rank to rank; every rank must call this"
     sums = to_host(torch.stack([t.detach().float().sum() for t in ts.values()])).tolist() if ts else []
     ranks = gather_objects(dict(zip(ts, sums)))
     return [k for k in ranks[0] if len({repr(o.get(k)) for o in ranks})>1]
 
 # %% ../../nbs/640_distributed.trainer.ipynb #alike
-class ReplicasAlike(Callback):
-    "Has the optimizers of callbacks step by the gradients of all ranks, and says what of the model differs from rank to rank at the end of an epoch"
-    order = 900
-    def __init__(self): self.said = set()
-    def __reduce__(self): return type(self), ()
+class GradientReducer(Callback):
+    "Averages the gradients of all ranks before a step, also of optimizers of callbacks; says what of the model differs from rank to rank after an epoch"
+    order,run_valid = GradientAccumulation.order+1,False
+    def __init__(self,
+        scale_lr:bool=False # Multiply the learning rate of the step by the number of ranks?
+    ): self.scale_lr,self.rates,self.said = check_bool('scale_lr', scale_lr),ScaledRates(),set()
 
     def before_train(self):
         if world_size()>1: tell_steps(self._before_step)
 
     def _before_step(self, opt, ps):
+        "Average the gradients `ps` of an optimizer of a callback's"
         if opt is not self.learn.opt and opt is not getattr(self.learn.opt, 'opt', None): reduce_grads(ps)
 
+    def before_step(self):
+        self.tpu_distributed_trainer.align()
+        reduce_grads([p for p,*_ in self.opt.all_params(with_grad=True)])
+        if self.scale_lr: self.rates.scale(self.opt, world_size())
+
+    def after_step(self): self.rates.restore(self.opt)
+    after_cancel_step = after_step
+
     def after_train(self): self.stop()
+    def stop(self):
+        "Optimizers are let alone from here on"
+        tell_steps(None)
 
     def after_epoch(self):
         if world_size()==1 or not any(map(on_xla, self.model.parameters())): return
         found = [k for k in differing(named_state(self.learn)) if k not in self.said]
         self.said.update(found)
         if found and is_main(): warnings.warn(_differ(found))
-
-    def stop(self):
-        "Optimizers are let alone from here on"
-        tell_steps(None)
 
 def _differ(names):
     more = f' and {len(names)-3} more' if len(names)>3 else ''

@@ -19,16 +19,13 @@ from ..runtime.signals import first_signal, proc_stat
 from ..runtime.values import refusal, users_patches
 from ..runtime.args import check_bool, check_callable, check_int, check_number
 from ..virtual_cores.processes import meeting_place, process_env, TorchrunPlace
-from .serialization import dump, loads
-from .shared import apply_changes, Changes
-from .messages import dump_named, Failed, Hello, LaunchError, LaunchInterrupt, Pause, PausedAt, Posted, Printed, Result, Run, StopAt
+from .serialization import apply_changes, Changes, dump, loads
+from .worker import dump_named, Failed, Hello, LaunchError, LaunchInterrupt, Pause, PausedAt, Posted, Printed, Result, Run, StopAt
 from .worker import settings_now, stacks_file, this_worker
 
 # %% ../../nbs/570_launch.launcher.ipynb #layout
-def layout(
-    n:int|None=None # Number of cores, None for all
-):
-    "Number of ranks, and the environment of their processes"
+def layout(n=None):
+    "Number of ranks on `n` cores or (None) on all, and the environment of their processes"
     require_xla()
     check_int('n_cores', n, at_least=1, none=True)
     kind,have = device_kind(),n_cores()
@@ -71,14 +68,9 @@ def check_parent():
     raise RuntimeError(f"This process uses {what}, so ranks could not get the cores: restart Python (in a notebook: the kernel), and launch first")
 
 # %% ../../nbs/570_launch.launcher.ipynb #pack
-def pack_run(
-    fn, # Called as `fn(rank, *args)`
-    args:tuple,
-    run_id:int=0, # Its number
-    shared=(), # What of `args` is to become here what it becomes on the main rank
-    share:bool=True # Put large CPU memory into shared memory, and send its name?
-):
-    "(The `Run` message by which a rank calls `fn(rank, *args)`, the objects that it sends by number, what must live until ranks have mapped its memory)"
+def pack_run(fn, args, run_id=0, shared=(), share=True):
+    """(The `Run` message by which a rank calls `fn(rank, *args)`, the objects that it sends by number, what must live until ranks have mapped its memory).
+    What of `args` is in `shared` becomes here what it becomes on the main rank; with `share` large CPU memory goes as a name"""
     def pack(patches): return dump((fn, args, [*shared], patches, settings_now()), share)
     patches = users_patches()
     try: call,objects,kept = pack(patches)
@@ -126,12 +118,8 @@ _why_killed = {-signal.SIGKILL: ': perhaps the machine is out of memory', -signa
     -signal.SIGABRT: ': C++ code gave up, as XLA does when an internal check fails, memory is short, or cores wait too long for each other on a busy machine. '
         "Its own message is on the console that Python or Jupyter was started from. Fewer cores or a smaller `bs` may help"}
 
-def _process_died_error(
-    i:int, # Number of the process
-    code:int|None, # Its exit code, negative for a signal
-    rank:int|None # Its rank, if it had started
-):
-    "The error for a process that is gone"
+def _process_died_error(i, code, rank):
+    "The error for process `i`, which is gone with this exit code, negative for a signal; `rank` is its rank, if it had started"
     how = 'closed its connection' if code is None else f'ended with exit code {code}' if code>=0 else f'was killed by {signal.Signals(-code).name}'
     who = f"{i} of the pool, which had not started its rank," if rank is None else f'of rank {rank}'
     return LaunchError(rank, f"The process {who} {how}{_why_killed.get(code, '')}")
@@ -230,12 +218,8 @@ def _seconds_computed(pid):
     return time.monotonic() if stat is None else (int(stat[11])+int(stat[12]))/os.sysconf('SC_CLK_TCK')
 
 # %% ../../nbs/570_launch.launcher.ipynb #stacks
-def read_stacks(
-    pid:int, # Of a rank's process
-    file, # Its `stacks_file`
-    seconds:float=3., # For which to wait
-):
-    "What all threads of a process do now, also where C++ does not let Python run; '' if it does not answer"
+def read_stacks(pid, file, seconds=3.):
+    "What all threads of process `pid` do now, by its `stacks_file`, also where C++ does not let Python run; '' if it does not answer"
     before = len(file.read_text()) if file.exists() else 0
     with suppress(ProcessLookupError): os.kill(pid, signal.SIGUSR1)
     until,text = time.monotonic()+seconds,''
@@ -438,7 +422,9 @@ class TPUPool:
         place = meeting_place() if self.n_cores>1 and device_kind()=='CPU' else {} # by which they find each other
         self._procs.start(self.n_cores, {**self._env, **place})
         self._procs.ranks = {o.process: o.rank for o in Call(self._procs, TwoPhaseStop(signals)).collect(Hello, self.n_cores)}
-        _check_ranks([*self._procs.ranks.values()], self.n_cores)
+        if len({*self._procs.ranks.values()})<self.n_cores:
+            raise RuntimeError(f"{self.n_cores} ranks were to start, but those that did are {[*self._procs.ranks.values()]}: the processes do not form one "
+                "group. Unset the environment variables that start with TPU_ or PJRT_, other than PJRT_DEVICE, and restart Python")
         if shown: print(f' ({time.monotonic()-start:.0f} s)')
         if not _setups: return
         run,*_ = pack_run(_call_setup, tuple(_setups.values()), self._next_id())
@@ -454,12 +440,6 @@ class TPUPool:
             raise RuntimeError('Another pool is running a function: run this one when that has returned')
         if last: last.close()
         _open_pool = weakref.ref(self)
-
-def _check_ranks(ranks, n):
-    "Raise unless each of `n` ranks is there once"
-    if len(set(ranks))==n==len(ranks): return
-    raise RuntimeError(f"{n} ranks were to start, but those that did are {ranks}: the processes do not form one group. "
-        "Unset the environment variables that start with TPU_ or PJRT_, other than PJRT_DEVICE, and restart Python")
 
 # %% ../../nbs/570_launch.launcher.ipynb #get-pool
 _pool = None

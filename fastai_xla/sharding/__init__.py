@@ -1,7 +1,5 @@
 "One program on all cores."
-from . import data_parallel, trainer
-from .data_parallel import TPUDataParallelTrainer
-from .rules import make_mesh, ShardRule, ShardingTable, infer_sharding
-from .trainer import TPUShardedTrainer
+from .mesh import make_mesh, ShardRule, ShardingTable, infer_sharding
+from .trainer import TPUDataParallelTrainer, TPUShardedTrainer
 
 __all__ = ['make_mesh', 'ShardRule', 'ShardingTable', 'infer_sharding', 'TPUDataParallelTrainer', 'TPUShardedTrainer']

@@ -8,6 +8,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/sharding.loader.html.md"""
 __all__ = ['MeshDL', 'JoinedBatches', 'scale_bs', 'HostShare', 'check_alike', 'assemble', 'HostsDL']
 
 # %% ../../nbs/715_sharding.loader.ipynb #imports
+from functools import partial
 from itertools import islice
 import numpy as np, torch
 from fastai.basics import DataLoader
@@ -19,8 +20,7 @@ from ..runtime.transfer import map_tensors, on_cpu, tensors_of
 from ..data.rng import kept_rng, OwnDraws, rng_state, set_rng_state
 from ..data.source import begin_epoch, copy_dl, is_stateful, order_of, order_state, set_order_state, start_iter
 from ..data.loader import no_tensor, note_shapes, XLADL
-from .rules import device_span
-from .place import shard_tensor
+from .mesh import shard_tensor
 
 # %% ../../nbs/715_sharding.loader.ipynb #loader
 class MeshDL(XLADL):
@@ -46,27 +46,19 @@ class JoinedBatches:
         it = iter(self.batches)
         while some := list(islice(it, self.n)): yield [i for b in some for i in b]
 
-def _joined(sampler, n):
-    if type(sampler) is not BatchSampler: return JoinedBatches(sampler, n)
-    return BatchSampler(sampler.sampler, sampler.batch_size*n, sampler.drop_last)
-
-def scale_bs(
-    dl, # A loader of any kind
-    n:int, # Number of cores
-    loans, # `Loans`, which restore its batch size
-):
-    "Have `dl` give batches of `n` times its batch size; False if it has none"
-    if isinstance(dl, torch.utils.data.DataLoader) and dl.batch_sampler is not None:
-        loans.put(dl, 'batch_sampler', _joined(dl.batch_sampler, n))
-        if dl.batch_size: loans.put(dl, 'batch_size', dl.batch_size*n)
-        return True
-    if not isinstance(dl, DataLoader) or not dl.bs: return False
-    new = {'bs': dl.bs*n}
-    if is_stateful(dl): # it has cut its text into rows by its batch size
+def scale_bs(dl, n, loans):
+    "Have `dl`, a loader of any kind, give batches of `n` times its batch size until `loans` restore it, unless it does already"
+    if hasattr(dl, 'core_bs'): return
+    if isinstance(dl, torch.utils.data.DataLoader) and (b := dl.batch_sampler) is not None:
+        new = {'batch_sampler': BatchSampler(b.sampler, b.batch_size*n, b.drop_last) if type(b) is BatchSampler else JoinedBatches(b, n)}
+        if dl.batch_size: new['batch_size'] = dl.batch_size*n
+    elif not isinstance(dl, DataLoader) or not dl.bs: return
+    elif is_stateful(dl): # it has cut its text into rows by its batch size
         with kept_rng(): new = {k: v for k,v in vars(dl.new(bs=dl.bs*n)).items() if isinstance(v, int) and v!=vars(dl).get(k)}
-    elif dl.drop_last and dl.n is not None and dl.n<new['bs']: new['drop_last'] = False
-    for k,v in {**new, 'core_bs': dl.bs}.items(): loans.put(dl, k, v)
-    return True
+    else:
+        new = {'bs': dl.bs*n}
+        if dl.drop_last and dl.n is not None and dl.n<dl.bs*n: new['drop_last'] = False
+    for k,v in {**new, 'core_bs': getattr(dl, 'bs', None)}.items(): loans.put(dl, k, v)
 
 # %% ../../nbs/715_sharding.loader.ipynb #share
 class HostShare:
@@ -74,7 +66,7 @@ class HostShare:
     def __init__(self,
         n:int, # Samples of the epoch
         bs:int, # Samples of a batch, on all hosts
-        span, # Start and end of what the host has of a number of samples, see `host_span`
+        span, # A function of a number of samples: start and end of what the host has of them, see `TPUMesh.host_span`
         pad:bool=False, # Is the last batch filled up to `bs`?
         drop_last:bool=False, # Is a smaller last batch left out?
     ):
@@ -89,10 +81,8 @@ class HostShare:
         self.idxs = np.concatenate(parts or [np.arange(0)])
 
 # %% ../../nbs/715_sharding.loader.ipynb #alike
-def check_alike(
-    said:list, # Of each host a dict, see `gather_objects`
-):
-    "Raise unless all hosts say the same"
+def check_alike(said):
+    "Raise unless all hosts say the same, each a dict"
     for k,v in said[0].items():
         for h,o in enumerate(said):
             if o[k]==v: continue
@@ -104,17 +94,12 @@ def _pieces(t, start, size, mesh, host):
     "Of `t`, the samples that a host has read from `start` on, a piece for each of its devices, by their ordinals"
     devices,each = mesh.layout.devices[host],-(-size//mesh.n_data)
     for i,d in enumerate(devices):
-        a,b = (max(0, o-start) for o in device_span(host*len(devices)+i, size, mesh.n_data, mesh.n))
+        a,b = (max(0, o-start) for o in mesh.core_span(host*len(devices)+i, size))
         p = t[a:b]
         yield d,torch.cat([p, t[:1].expand(each-len(p), *t.shape[1:])]) if len(p)<each else p
 
-def assemble(
-    ts:list, # Of each host that this process feeds the tensor that it has read
-    starts:list, # And its place in the batch
-    size:int, # Samples of the batch
-    mesh, # See `make_mesh`, with a `HostLayout`
-):
-    "The batch of all hosts, as one tensor of the device"
+def assemble(ts, starts, size, mesh):
+    "The batch of `size` samples of all hosts as one tensor of the device: `ts` is what each host that this process feeds has read, from `starts` on"
     X,ts = torch_xla._XLAC,[t.detach().as_subclass(torch.Tensor).contiguous() for t in ts]
     devices = X._xla_get_runtime_devices()
     if not ts[0].ndim: return X._global_tensor_from_cpu_shards(ts[:1]*len(devices), mesh.op(()), [])
@@ -152,17 +137,15 @@ class HostsDL(MeshDL):
         with kept_rng(self.seed+1+host_index()): return self._start(np.arange(order) if isinstance(order, int) else order)
 
     def _start(self, order):
-        here = self.mesh.layout.here
-        self.shares = None if order is None or not self.bs else \
-            [HostShare(len(order), self.bs, self.mesh.span(h), self.pad, getattr(self.dl, 'drop_last', False)) for h in here]
-        if not self.shares: return _Parts([start_iter(self.dl)])
-        return _Parts([start_iter(self._of_batches(s.most), order[s.idxs], s.most) for s in self.shares])
-
-    def _of_batches(self, bs):
-        "A loader like `dl`, of batches of another size"
-        res = copy_dl(self.dl)
-        if isinstance(res, DataLoader): res.bs = bs
-        return res
+        "Begin to read the samples of the hosts that this process is, or whole batches where none can be chosen"
+        here,self.shares = self.mesh.layout.here,None
+        if order is None or not self.bs: return _Parts([start_iter(self.dl)])
+        self.shares = [HostShare(len(order), self.bs, partial(self.mesh.host_span, h), self.pad, getattr(self.dl, 'drop_last', False)) for h in here]
+        def _loader(bs):
+            res = copy_dl(self.dl)
+            if isinstance(res, DataLoader): res.bs = bs
+            return res
+        return _Parts([start_iter(_loader(s.most), order[s.idxs], s.most) for s in self.shares])
 
     def _sent(self, it, tfms): return super()._sent(it, lambda bs: [tfms(b) for b in bs])
 
