@@ -236,7 +236,7 @@ _on_host = 'they ran on the host, which read the device in the middle of each st
 _table = [
     ('elu_backward celu', 'XLA', _by_torch, 'gradients of `nn.ELU`, `nn.SELU` and `nn.CELU` were wrong'),
     ('pixel_shuffle pixel_unshuffle', 'XLA', _by_torch, 'the gradient of `nn.PixelShuffle` failed for an odd number of pixels'),
-    ('im2col col2im huber_loss huber_loss_backward glu_backward channel_shuffle', 'XLA', _by_torch, _on_host, 'torch_xla 2.8-2.9, pytorch/xla 8897'),
+    ('im2col col2im huber_loss huber_loss_backward glu_backward channel_shuffle vdot', 'XLA', _by_torch, _on_host, 'torch_xla 2.8-2.9, pytorch/xla 8897'),
     ('multi_margin_loss _weight_norm_interface', 'XLA AutogradXLA', _by_torch, _on_host),
     ('embedding_sparse_backward', 'XLA AutogradXLA', _dense_rows, 'the gradient of `nn.Embedding(sparse=True)` raised'),
     ('nll_loss_nd', 'AutogradXLA', in_part(_of_one_sample), 'the process ended where a loss was asked for the classes of one sample'),
