@@ -263,10 +263,10 @@ class Raises(Callback):
 
 @case('notebook')
 def users_exceptions():
-    "They are caught as what they are, and name the line; what was written before one is here too"
+    "Each is the cause of a `LaunchError` that names the line; what was written before one is here too"
     n,want = counts['batches'],fitted().recorder.losses
     got = raised(lambda: fitted([Logs([]), Raises()]))
-    assert isinstance(got, MyError) and isinstance(got, LaunchError) and got.code==7, got
+    assert isinstance(got, LaunchError) and isinstance(got.__cause__, MyError) and got.__cause__.code==7, got
     assert "self.train_iter==2: raise MyError(7)" in str(got) and str(got).count('File "')<6, got
     assert counts['batches']==n+2
     assert torch.allclose(torch.stack([*fitted().recorder.losses]), torch.stack([*want]))
