@@ -120,7 +120,7 @@ def test_fitted_on_xla(opt, trip):
     equal(train_on(a), b)
     on_host(b.detach_tpu())
 
-@pytest.mark.parametrize('opt', ['SGD_wd','torch_SGD'])
+@pytest.mark.parametrize('opt', ['SGD_l2','torch_SGD'])
 def test_frozen(opt):
     "Frozen weights with a zero gradient decay on, in the copy too"
     a = fitted(opt_func=OPTS[opt])
