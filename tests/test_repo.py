@@ -15,7 +15,7 @@ except ImportError: import tomli as tomllib
 
 root = Path(__file__).parent.parent
 sys.path.insert(0, str(root/'tools'))
-import fresh, messages, platforms, readme, house
+import fresh, messages, platforms, readme, run_tests, house
 from fastai_xla.aot.libtpu import libtpu_versions
 from house import House, code, load, src
 
@@ -249,6 +249,10 @@ def test_install_repairs_an_interrupted_environment(tmp_path):
     assert 'Making' not in install('--help').stdout and (venv/'kept').exists()
     (venv/'.installing').touch()  # what a killed run leaves behind
     assert 'Making' in install('--help').stdout and not (venv/'kept').exists() and not (venv/'.installing').exists()
+
+def test_first_look_has_its_files():
+    "`make test-fast` runs files by their names"
+    assert all((root/'tests'/f'test_{o}.py').exists() for o in run_tests.FAST), run_tests.FAST
 
 FILES = dict(good='import pytest\n@pytest.mark.slow\ndef test_1(): pass\ndef test_2(): pass', bad='def test_3(): assert 1==2',
     died='import os, pytest\n@pytest.mark.slow\ndef test_4(): os.abort()', hung='import time, pytest\n@pytest.mark.slow\ndef test_5(): time.sleep(99)')

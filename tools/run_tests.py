@@ -12,7 +12,8 @@ from forks import address, Forked
 seconds = root/'tests'/'seconds.json' # of each file on two quiet cores
 kinds = 'passed', 'failed', 'error', 'skipped'
 budget = 30 # seconds for a file on two quiet cores
-FAST = 'args repo errors memory cache nan_guard recipes parity parity_state segmentation groups interrupts validation_sets clip'.split()
+FAST = ('args repo errors memory cache nan_guard recipes parity parity_state segmentation interrupts validation_sets optim layers strict steady methods pickling '
+    'batches checkpoint_store').split()
 marks = dict(fast='not slow', test='not slow', slow='slow', all='')
 
 def files_of(chapter):

@@ -203,9 +203,13 @@ class GradientReducer(Callback):
         "Average the gradients `ps` of an optimizer of a callback's"
         if opt is not self.learn.opt and opt is not getattr(self.learn.opt, 'opt', None): reduce_grads(ps)
 
-    def before_step(self):
+    def reduce(self):
+        "Average the gradients of the Learner's own optimizer"
         self.tpu_distributed_trainer.align()
         reduce_grads([p for p,*_ in self.opt.all_params(with_grad=True)])
+
+    def before_step(self):
+        self.reduce()
         if self.scale_lr: self.rates.scale(self.opt, world_size())
 
     def after_step(self): self.rates.restore(self.opt)

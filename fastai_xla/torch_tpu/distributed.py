@@ -85,7 +85,8 @@ class TorchTPURankTrainer(RankTrainer, TorchTPUTrainer):
         self.learn.remove_cbs(GradientAverager)
 
 class GradientAverager(GradientReducer):
-    "Average the gradients of all ranks before a step, by torch's process group"
+    "Average the gradients of all ranks before a step, by torch's process group; optimizers of callbacks step as they are"
+    def before_train(self): pass
     def reduce(self):
         "Average the gradients"
         average([p.grad for p,*_ in self.opt.all_params(with_grad=True)])
