@@ -381,7 +381,8 @@ class CheckpointManager:
         for name in names:
             try:
                 saved = self.place.open(name)
-                if saved.position: return saved,faults
+                saved.position # raises where it has none
+                return saved,faults
             except DamagedCheckpoint as e: faults.append(str(e))
             except (KeyError, TypeError) as e: faults.append(f'The checkpoint {self.path}/{name} cannot be used: it has no position ({e})')
             self.damaged.add(name)

@@ -94,7 +94,8 @@ def listen(
     "Report to `who`, in this thread, the calls that no mode sees, until `stop_listening`"
     global _n
     with _lock:
-        for owner,name,make in [] if _n else _entry_points(): _loans.put(owner, name, make(getattr(owner, name)))
+        if not _n:
+            for owner,name,make in _entry_points(): _loans.put(owner, name, make(getattr(owner, name)))
         _n += 1
     _here.listeners = [*getattr(_here, 'listeners', ()), who]
 

@@ -6,7 +6,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/runtime.values.html.md"""
 
 # %% auto #0
 __all__ = ['travelled', 'states', 'is_users', 'users_module', 'users_patches', 'Pickler', 'dump_by_value', 'refusal', 'is_atom',
-           'is_open', 'contents', 'put', 'refill', 'raw', 'digest', 'same_numbers']
+           'is_open', 'contents', 'put', 'refill', 'raw', 'digest']
 
 # %% ../../nbs/090_runtime.values.ipynb #imports
 import hashlib, random, re, sys, sysconfig
@@ -201,10 +201,3 @@ def digest(
         else: pickler(f).dump(o)
     except Exception: return None
     return f.hash.digest()
-
-def same_numbers(
-    a, # An array or a tensor of the host
-    b # Another one
-):
-    "Do they hold the same, bit for bit?"
-    return a.shape==b.shape and a.dtype==b.dtype and torch.equal(raw(a), raw(b))

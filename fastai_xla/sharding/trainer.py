@@ -74,7 +74,8 @@ class MeshTrainer:
     def run_phase(self, phase, f, final, rest):
         "Run the phase with DataLoaders that give `bs_of` times as large batches; `GradientAccumulation` counts samples, so its `n_acc` grows too"
         with Loans() as loans:
-            for dl in [*getattr(self.dls, 'loaders', ()), getattr(self.learn, 'dl', None)] if self.bs_of>1 else []: scale_bs(dl, self.bs_of, loans)
+            if self.bs_of>1:
+                for dl in [*getattr(self.dls, 'loaders', ()), getattr(self.learn, 'dl', None)]: scale_bs(dl, self.bs_of, loans)
             for cb in self.learn._grab_cbs(GradientAccumulation) if phase=='fit' else []: loans.put(cb, 'n_acc', cb.n_acc*self.bs_of)
             super().run_phase(phase, f, final, rest)
 

@@ -26,16 +26,9 @@ from ..models.text import lend_text, pads_text
 from ..train.meters import DeviceMetric, device_metric, HostQueue, step_metrics, stock_metric
 from ..train.move import learner_modules, move_learner, opt_states
 from ..train.stand_ins import lend_stand_ins
-from ..train.trainer import fetch_pending_losses
+from ..train.trainer import fetch_pending_losses, map_meters
 from .device import compile_settings, CompiledCall, deferred, sync, tpu_device
 from .optimizer import lend_step
-
-# %% ../../nbs/986_torch_tpu.trainer.ipynb #meters
-def _map_meters(learn, f):
-    "Put `f` of each metric and of the Recorder's losses in its place"
-    learn._metrics = learn.metrics.map(f)
-    rec = getattr(learn, 'recorder', None)
-    if rec is not None: vars(rec).update(loss=f(rec.loss), smooth_loss=f(rec.smooth_loss))
 
 # %% ../../nbs/986_torch_tpu.trainer.ipynb #trainer
 class TorchTPUTrainer(XLACallback):
@@ -82,7 +75,7 @@ class TorchTPUTrainer(XLACallback):
 
     def _start_loop(self, pad):
         self._put_on_device()
-        _map_meters(self.learn, partial(device_metric, queue=self.queue))
+        map_meters(self.learn, partial(device_metric, queue=self.queue))
         self.check = RangeCheck()
         self.learn.dl = self._make_loader(self.dl, pad=pad, batch_tfms=self.batch_tfms, pad_text=pads_text(self.model), check=self.check)
         if self.replay: self._compile()
@@ -136,7 +129,7 @@ class TorchTPUTrainer(XLACallback):
     def release(self):
         "Undo all patches"
         if self.check: self.check.close()
-        call_all(self.loans.give_back, self.queue.flush_for_us, partial(fetch_pending_losses, self.learn), partial(_map_meters, self.learn, stock_metric))
+        call_all(self.loans.give_back, self.queue.flush_for_us, partial(fetch_pending_losses, self.learn), partial(map_meters, self.learn, stock_metric))
 
     def after_fit(self): self.learn.loss_grad = None
 
